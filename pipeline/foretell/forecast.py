@@ -17,7 +17,7 @@ from pipeline.declare.task import Task
 from pipeline.declare.work import Decoding, Foretells, GpuWork
 from pipeline.errors import Problem
 from pipeline.foretell.gpu import Gpu
-from pipeline.foretell.loads import Assumed, Lengths
+from pipeline.foretell.loads import Assumed, AssumedLengths
 from pipeline.foretell.memory import GroupMemory, memory, memory_problems
 from pipeline.foretell.seconds import finished, lacking, seconds
 from pipeline.plan.plan import Plan
@@ -43,7 +43,9 @@ class Forecast(msgspec.Struct, frozen=True, kw_only=True):
 class ForetoldTimes:
     """The durations of one stage on its GPUs. `groups` are worker groups: one, or source and target."""
 
-    def __init__(self, stage: Foretells, group: WorkerGroup, lengths: Lengths, gpu: Gpu, room_bytes: float) -> None:
+    def __init__(
+        self, stage: Foretells, group: WorkerGroup, lengths: AssumedLengths, gpu: Gpu, room_bytes: float
+    ) -> None:
         self._stage, self._group, self._lengths, self._gpu, self._room_bytes = stage, group, lengths, gpu, room_bytes
         self._speed = 1.0
         self._found: dict[tuple[int, ...], GpuWork | Decoding | None] = {}
@@ -93,7 +95,7 @@ class ForetoldTimes:
 def forecast(graph: Graph, planned: Plan, gpu: Gpu, assumed: Assumed) -> Forecast:
     """Return a graph and its plan as foretold for this GPU. Stages whose time is not known have no durations. Raises
     GraphError if the shape of a model or the length of a response is not known."""
-    lengths = Lengths(graph, assumed)
+    lengths = AssumedLengths(graph, assumed)
     found = memory(graph, lengths, gpu)
     times: dict[str, StageTimes] = {}
     idle = []
@@ -113,7 +115,7 @@ def forecast(graph: Graph, planned: Plan, gpu: Gpu, assumed: Assumed) -> Forecas
     )
 
 
-def _times(stage: Stage, lengths: Lengths, gpu: Gpu, found: dict[str, GroupMemory]) -> StageTimes | None:
+def _times(stage: Stage, lengths: AssumedLengths, gpu: Gpu, found: dict[str, GroupMemory]) -> StageTimes | None:
     """Return a stage's durations: none without a GPU, None if they are not known."""
     group = stage.groups()[-1] if stage.groups() else None
     if group is None or not group.gpus:

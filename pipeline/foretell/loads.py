@@ -28,7 +28,7 @@ class Assumed(msgspec.Struct, frozen=True, kw_only=True):
     kernels: str = "fused"
 
 
-class Lengths:
+class AssumedLengths:
     """The lengths of a graph's responses, the same in every step. Raises GraphError if no stage says how long a
     response may become, or the mean is longer.
 

@@ -12,7 +12,7 @@ from pipeline.declare.stage import Stage
 from pipeline.declare.work import Decoding, Foretells, GpuPart, Load
 from pipeline.errors import Problem
 from pipeline.foretell.gpu import Gpu
-from pipeline.foretell.loads import Lengths
+from pipeline.foretell.loads import AssumedLengths
 
 USABLE = 0.98  # of a GPU: the rest is lost to fragments
 
@@ -57,7 +57,7 @@ def _sum(parts: Sequence[GpuPart]) -> float:
     return sum(part.size_bytes for part in parts)
 
 
-def memory(graph: Graph, lengths: Lengths, gpu: Gpu) -> dict[str, GroupMemory]:
+def memory(graph: Graph, lengths: AssumedLengths, gpu: Gpu) -> dict[str, GroupMemory]:
     """Return the memory of each worker group with GPUs, by name. Raises GraphError if a model's shape is not known."""
     groups = {group.name: group for stage in graph.all_stages() for group in stage.groups() if group.gpus}
     whole = {name: _group(graph, lengths.load(group, range(graph.batch), gpu)) for name, group in groups.items()}
@@ -98,7 +98,9 @@ def _group(graph: Graph, load: Load) -> GroupMemory:
     return GroupMemory(group=load.group, held=list(held.values()), passing=passing, unknown=unknown)
 
 
-def memory_problems(graph: Graph, found: Mapping[str, GroupMemory], lengths: Lengths, gpu: Gpu) -> Iterator[Problem]:
+def memory_problems(
+    graph: Graph, found: Mapping[str, GroupMemory], lengths: AssumedLengths, gpu: Gpu
+) -> Iterator[Problem]:
     """Yield a problem for each worker group that does not fit on its GPUs, or whose cache holds no sample."""
     for one in found.values():
         room = gpu.memory_bytes - one.beside_bytes
