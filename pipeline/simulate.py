@@ -37,6 +37,7 @@ from pipeline.cli.foretold import (
     unknown_times,
 )
 from pipeline.cli.load import GraphFile, in_time, load
+from pipeline.cli.reports import per_second, print_reports
 from pipeline.declare.graph import Graph
 from pipeline.declare.interpreter import elsewhere
 from pipeline.errors import GraphError, Problem
@@ -119,7 +120,7 @@ def _simulate(
     changed = simulated(recording, changes, seed=seed)
     measured = analyse(recording.events, recording.plan) if recording.events else None
     if options.json:
-        found = _as_json(options, recording, measured, *changed) | (_foretold_json(made, changed[1]) if made else {})
+        found = _as_json(options, recording, measured, *changed, made)
         print(msgspec.json.encode(found).decode())
         return 0
     if made and gpus:
@@ -149,14 +150,6 @@ def _misplaced(options: argparse.Namespace, file: GraphFile | None) -> Iterator[
                 why="what a stage needs follows from the graph",
                 fix="set the graph's own parameters, see --help",
             )
-
-
-def _foretold_json(made: Forecast, report: Report) -> dict[str, Any]:
-    return {"tokens_per_s": _per_second(made.tokens, report), "memory_bytes": memory_summary(made)}
-
-
-def _per_second(tokens: int, report: Report) -> float:
-    return tokens / report.steps.mean if report.steps.mean else 0.0
 
 
 def _loaded(path: Path, argv: list[str], options: argparse.Namespace) -> tuple[GraphFile, dict[str, Any]]:
@@ -292,9 +285,14 @@ def _parser(*, add_help: bool = True) -> Parser:
 
 
 def _as_json(
-    options: argparse.Namespace, recording: Recording, measured: Report | None, planned: Plan, report: Report
+    options: argparse.Namespace,
+    recording: Recording,
+    measured: Report | None,
+    planned: Plan,
+    report: Report,
+    made: Forecast | None,
 ) -> dict[str, Any]:
-    return {
+    found = {
         "run": options.run,
         "steps": planned.steps,
         "groups": planned.batch,
@@ -307,45 +305,9 @@ def _as_json(
         "measured": summary(measured) if measured else None,
         "notes": recording.notes,
     }
-
-
-def print_reports(name: str, reports: Mapping[str, Report], notes: Sequence[str], *, tokens: int = 0) -> None:
-    """Print the reports side by side, then the notes. `tokens` are those of a foretold step."""
-    from rich.table import Table
-
-    table = Table(name, *reports, box=None, padding=(0, 2, 0, 0))
-    rows = [_rows(report, tokens) for report in reports.values()]
-    for label in dict.fromkeys(label for row in rows for label in row):
-        table.add_row(label, *(row.get(label, "-") for row in rows))
-    out = console.console()
-    out.print(table)
-    for column, report in reports.items():
-        out.print(f"{column}: {report.critical_path.sentence}", markup=False)
-    for note in notes:
-        out.print(f"note: {note}", markup=False)
-
-
-def _rows(report: Report, tokens: int) -> dict[str, str]:
-    rows = {
-        "step, mean": f"{report.steps.mean:.3f} s",
-        "step, median": f"{report.steps.median:.3f} s",
-        "first steps": " ".join(f"{seconds:.2f}" for seconds in report.steps.warm_up) + " s",
-    }
-    rows |= {f"{name} busy": f"{100 * share:.0f} %" for name, share in report.utilisation.items()}
-    if tokens:
-        rows["response tokens/s"] = f"{_per_second(tokens, report):,.0f}"
-    else:
-        rows["cores busy"] = f"{report.cores:.2f}"
-    total = sum(report.staleness.samples.values())
-    for age, count in report.staleness.samples.items():
-        rows[f"samples {age} versions old"] = f"{100 * count / total:.1f} %"
-    rows["dropped"] = f"{report.dropped.groups} groups, {100 * report.dropped.share:.1f} %"
-    rows |= {f"dropped: {reason}": str(count) for reason, count in report.dropped.by_reason.items()}
-    for bucket in report.dropped.by_length if report.dropped.groups else ():
-        rows[f"dropped of {bucket.low} to {bucket.high} tokens"] = f"{bucket.dropped} of {bucket.admitted}"
-    for stage, seconds in report.critical_path.by_stage.items():
-        rows[f"on the path: {stage}"] = f"{seconds:.3f} s"
-    return rows
+    if made is None:
+        return found
+    return found | {"tokens_per_s": per_second(made.tokens, report), "memory_bytes": memory_summary(made)}
 
 
 if __name__ == "__main__":

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 from pipeline.cli import console
-from pipeline.cli.command import one_of, whole
 from pipeline.declare.graph import Graph
 from pipeline.errors import GraphError, Problem
 from pipeline.foretell.forecast import Forecast, forecast
@@ -17,48 +17,51 @@ from pipeline.foretell.memory import GroupMemory, gib
 from pipeline.plan.plan import Plan
 
 WHEN = {"moved": "on the host in other turns", "dropped": "freed in other turns", "always": "", "task": ""}
-ASSUMED = ("prompt_tokens", "mean_tokens")
+WORDS = {"prompt": r"[1-9]\d{0,8}", "mean": r"[1-9]\d{0,8}", "kernels": "fused|plain"}  # what may be assumed
 
 
 def add_on(parser: Any) -> None:
     """Add the flag that names GPUs."""
     kinds = " or ".join(known())
-    parser.add_argument("--on", metavar="GPU:N", help=f"check placement and memory for N GPUs of a kind: {kinds}")
+    parser.add_argument("--on", metavar="GPU:N", help=f"foretell memory, and check it, for N GPUs: {kinds}")
 
 
 def add_assumptions(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of what a run is taken to do."""
-    kernels = one_of("fused", "plain")
-    parser.add_argument("--prompt-tokens", type=whole, metavar="N", help=f"with --on: of prompts; default: {PROMPT}")
-    parser.add_argument("--mean-tokens", type=whole, metavar="N", help="with --on: of responses; default: the most")
-    parser.add_argument("--kernels", **kernels, help="with --on: fused needs Transformer Engine; default: fused")
+    """Add the flag of what a run is taken to do."""
+    parser.add_argument(
+        "--assume", action="append", default=[], metavar="NAME=VALUE",
+        help=f"with --on: prompt=TOKENS ({PROMPT}), mean=TOKENS of responses (the most), kernels=plain (fused)",
+    )  # fmt: skip
 
 
 def gpus_of(options: argparse.Namespace) -> Gpus | None:
-    """Return the GPUs that the flags name. Raises GraphError if they are not known, or an assumption is not a length,
-    or made without GPUs."""
-    problems = []
-    for name in (*ASSUMED, "kernels"):
-        flag, value = f"--{name.replace('_', '-')}", getattr(options, name)
-        if value is not None and not options.on:
-            what, why = "there is no --on", "it says what a run on named GPUs is taken to do"
-            problems.append(Problem(where=flag, what=what, why=why, fix=f"--on {known()[-1]}:1, or leave it out"))
-        elif name in ASSUMED and value is not None and value < 1:
-            why = "a length is a whole number of tokens, 1 or more"
-            problems.append(
-                Problem(where=f"{flag} {value}", what="it is not a length", why=why, fix=f"{flag} {PROMPT}")
-            )
-    if problems:
+    """Return the GPUs that the flags name. Raises GraphError if they are not known, or what is assumed is not."""
+    if problems := tuple(_odd(options)):
         raise GraphError(*problems)
     return asked(options.on) if options.on else None
 
 
+def _odd(options: argparse.Namespace) -> Iterator[Problem]:
+    for text in options.assume:
+        name, _, value = text.partition("=")
+        if not re.fullmatch(WORDS.get(name, "(?!)"), value):
+            yield Problem(
+                where=f"--assume {text}",
+                what="it is no assumption",
+                why="prompt and mean are numbers of tokens, and kernels are fused or plain",
+                fix="--assume mean=400",
+            )
+        elif not options.on:
+            why = "it says what a run on named GPUs is taken to do"
+            fix = f"--on {known()[-1]}:1, or leave it out"
+            yield Problem(where=f"--assume {text}", what="there is no --on", why=why, fix=fix)
+
+
 def foretold(graph: Graph, planned: Plan, gpus: Gpus, options: argparse.Namespace) -> Forecast:
     """Return the forecast of a graph on these GPUs. Raises GraphError if a worker group does not fit."""
-    assumed = Assumed(
-        prompt=options.prompt_tokens or PROMPT, mean=options.mean_tokens, kernels=options.kernels or "fused"
-    )
-    made = forecast(graph, planned, gpus.gpu, assumed)
+    given = dict(text.split("=") for text in options.assume)
+    lengths = {name: int(given[name]) for name in ("prompt", "mean") if name in given}
+    made = forecast(graph, planned, gpus.gpu, Assumed(**lengths, kernels=given.get("kernels", "fused")))
     if made.problems:
         raise GraphError(*made.problems)
     return made

@@ -45,12 +45,12 @@ class AssumedLengths:
         if not 1 <= mean <= self.longest:
             raise GraphError(
                 Problem(
-                    where=f"--mean-tokens {assumed.mean}" if self.longest else str(graph.location),
+                    where=f"--assume mean={assumed.mean}" if self.longest else str(graph.location),
                     what=f"responses have at most {self.longest:,} tokens"
                     if self.longest
                     else "no stage says how many tokens a response may have",
                     why="time and memory follow from the lengths",
-                    fix=f"--mean-tokens {self.longest // 2 or 1}" if self.longest else "a Rollout with max_tokens",
+                    fix=f"--assume mean={self.longest // 2 or 1}" if self.longest else "a Rollout with max_tokens",
                 )
             )
         self._low = max(1, 2 * mean - self.longest)
@@ -82,6 +82,6 @@ class AssumedLengths:
         mean = self.assumed.mean
         responses = f"{self.longest:,} tokens, the most" if mean is None else f"{mean:,} tokens in the mean"
         return (
-            f"assumed: prompts of {self.assumed.prompt:,} tokens (--prompt-tokens), responses of {responses} "
-            f"(--mean-tokens), {self.assumed.kernels} kernels (--kernels)"
+            f"assumed (--assume): prompts of {self.assumed.prompt:,} tokens, responses of {responses}, "
+            f"{self.assumed.kernels} kernels"
         )

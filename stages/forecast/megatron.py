@@ -118,7 +118,7 @@ class Passes:
                     where=str(self.model.location),
                     what=f"a sample of {longest:,} tokens does not fit into microbatch={self.microbatch}",
                     why=f"prompts are taken to have {load.prompt} tokens",
-                    fix=f"microbatch={type(self.microbatch).__name__}(tokens={longest}), or --prompt-tokens",
+                    fix=f"microbatch={type(self.microbatch).__name__}(tokens={longest}), or --assume prompt=TOKENS",
                 )
             )
 

@@ -259,7 +259,7 @@ def flags(tmp_path, monkeypatch):
 def test_simulate_needs_neither_a_run_nor_gpus_nor_engines(flags, capsys):
     assert simulate.main([*flags, "--on", "h200:1", "--model", "0.6B", "--colocated", "--steps", "4"]) == 0
     said = capsys.readouterr().out
-    assert "response tokens/s" in said and "master weights and moments" in said and "assumed: prompts of 256" in said
+    assert "response tokens/s" in said and "master weights and moments" in said and "prompts of 256 tokens" in said
     assert "cores busy" not in said
     assert simulate.main([*flags, "--model", "0.6B", "--colocated"]) == 2  # without --on, the engines are missing
 
@@ -288,10 +288,11 @@ def test_a_plan_shows_memory_and_refuses_what_does_not_fit(flags, capsys):
         (["--on", "h200:1"], "the worker groups ask for 2 GPUs (sampler 1, learner 1), 1 available"),
         (["--on", "h200:2", "--groups", "8x"], "--groups: it does not go with --on"),
         (["--on", "h200:2", "--workers", "learner=2"], "--workers: it does not go with --on"),
-        (["--on", "h200:2", "--mean-tokens", "600"], "--mean-tokens 600: responses have at most 512 tokens"),
-        (["--on", "h200:2", "--prompt-tokens", "0"], "--prompt-tokens 0: it is not a length"),
-        (["--prompt-tokens", "100"], "--prompt-tokens: there is no --on"),
-        (["--on", "h200:2", "--prompt-tokens", "9000"], "a sample of 9,512 tokens does not fit into microbatch=Packed"),
+        (["--on", "h200:2", "--assume", "mean=600"], "--assume mean=600: responses have at most 512 tokens"),
+        (["--on", "h200:2", "--assume", "prompt=0"], "--assume prompt=0: it is no assumption"),
+        (["--on", "h200:2", "--assume", "kernel=plain"], "--assume kernel=plain: it is no assumption"),
+        (["--assume", "prompt=100"], "--assume prompt=100: there is no --on"),
+        (["--on", "h200:2", "--assume", "prompt=9000"], "a sample of 9,512 tokens does not fit into microbatch=Packed"),
         (["--on", "h200:2", "--generator", "torch"], "the time of stage 'rollout' on h200 is not known"),
     ],
 )
