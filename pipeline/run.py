@@ -23,10 +23,11 @@ import msgspec
 
 from pipeline import view
 from pipeline.cli import console
+from pipeline.cli.choice import choose, print_choice
 from pipeline.cli.command import Parser, above_0, end, exit_code, graph_named, natural
 from pipeline.cli.executor_flags import add_executor_flags, executor_problems, executor_words
 from pipeline.cli.flags import add_flags, given_in, spelled
-from pipeline.cli.foretold import add_assumptions, add_on, foretold, gpus_of, print_memory
+from pipeline.cli.foretold import add_assumptions, add_on, assumed_in, foretold, gpus_of, print_memory
 from pipeline.cli.listing import print_list
 from pipeline.cli.load import GraphFile, in_time, load
 from pipeline.cli.orphans import leave_none
@@ -110,8 +111,14 @@ def _main(argv: list[str]) -> int:
         record = recorded(options.run_dir, here) if options.resume is not None else None
         defaults = {flag.name: flag.default for flag in file.flags}
         values = defaults | (record.args if record else {}) | given
-        graph, gpus = file.build({name: value for name, value in values.items() if name in defaults}), gpus_of(options)
+        gpus = gpus_of(options)
         with elsewhere() if gpus and options.plan else nullcontext():
+            own = {name: value for name, value in values.items() if name in defaults}
+            if gpus and not record:
+                choice = choose(file, own, given, gpus, assumed_in(options))
+                print_choice(choice, gpus, whole=False)
+                own, values = choice.values, values | choice.values
+            graph = file.build(own)
             planned, warnings = plan(graph, gpus=gpus.count if gpus else options.gpus)
             made = foretold(graph, planned, gpus, options) if gpus else None
         console.print_problems(warnings)

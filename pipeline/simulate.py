@@ -19,17 +19,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
 
 from pipeline.analysis.report import Report, analyse, summary
 from pipeline.cli import console
+from pipeline.cli.choice import Chosen, choose, print_choice
 from pipeline.cli.command import Parser, exit_code, graph_named, natural, number, one_of, whole
 from pipeline.cli.flags import Flag, add_flags, given_in
 from pipeline.cli.foretold import (
     add_assumptions,
     add_on,
+    assumed_in,
     foretold,
     gpus_of,
     memory_summary,
@@ -37,7 +40,7 @@ from pipeline.cli.foretold import (
     unknown_times,
 )
 from pipeline.cli.load import GraphFile, in_time, load
-from pipeline.cli.reports import per_second, print_reports
+from pipeline.cli.reports import print_reports
 from pipeline.declare.graph import Graph
 from pipeline.declare.interpreter import elsewhere
 from pipeline.errors import GraphError, Problem
@@ -81,7 +84,7 @@ def _main(argv: list[str]) -> int:
             )
         )
     with in_time(path):
-        file, values = (None, {}) if path.is_dir() else _loaded(path, argv, options)
+        file, values, given = (None, {}, {}) if path.is_dir() else _loaded(path, argv, options)
     if options.cores is not None and not LEAST_CORES <= options.cores <= MOST_CORES:
         raise GraphError(
             Problem(
@@ -98,38 +101,42 @@ def _main(argv: list[str]) -> int:
         with consistent(path):
             return _simulate(recorded(path, cores=options.cores), changes, options)
     with in_time(path), elsewhere() if gpus else nullcontext():
-        graph = file.build(values)
+        choice = choose(file, values, given, gpus, assumed_in(options), changes) if gpus else Chosen(values=values)
+        graph = file.build(choice.values)
         planned = _planned(graph, gpus)
         made = foretold(graph, planned, gpus, options) if gpus else None
         if gpus and made and (problems := tuple(unknown_times(graph, made, gpus, changes.stages))):
             raise GraphError(*problems)
     if gpus is None or made is None:
         return _simulate(Recording(plan=planned, durations=Durations({}), cores=options.cores), changes, options)
-    return _simulate(made.recording, changes, options, made, gpus)
+    if options.json:
+        return _simulate(made.recording, changes, options, _foretold_json(made, choice))
+    print_choice(choice, gpus, whole=True)
+    print_memory(made, gpus)
+    return _simulate(made.recording, changes, options, tokens=made.tokens)
 
 
 def _simulate(
     recording: Recording,
     changes: Changes,
     options: argparse.Namespace,
-    made: Forecast | None = None,
-    gpus: Gpus | None = None,
+    more: Mapping[str, Any] = MappingProxyType({}),
+    *,
+    tokens: int = 0,
 ) -> int:
-    """Simulate, and print what was found; of a forecast, also memory and tokens/s."""
+    """Simulate, and print what was found: as JSON with `more`, or as a table, with the speed of a step's `tokens`."""
     seed = options.seed or 0
     changed = simulated(recording, changes, seed=seed)
     measured = analyse(recording.events, recording.plan) if recording.events else None
     if options.json:
-        found = _as_json(options, recording, measured, *changed, made)
+        found = {**_as_json(options, recording, measured, *changed), **more}
         print(msgspec.json.encode(found).decode())
         return 0
-    if made and gpus:
-        print_memory(made, gpus)
     columns: dict[str, Report] = {"simulated": changed[1]}
     if measured and changes:
         columns = {"simulated as it was": simulated(recording, Changes(), seed=seed)[1], "changed": changed[1]}
     columns = ({"measured": measured} if measured else {}) | columns
-    print_reports(changed[0].name, columns, recording.notes, tokens=made.tokens if made else 0)
+    print_reports(changed[0].name, columns, recording.notes, tokens=tokens)
     return 0
 
 
@@ -152,9 +159,11 @@ def _misplaced(options: argparse.Namespace, file: GraphFile | None) -> Iterator[
             )
 
 
-def _loaded(path: Path, argv: list[str], options: argparse.Namespace) -> tuple[GraphFile, dict[str, Any]]:
-    """Return a graph file and the values of its parameters. A flag that means the same as a parameter is given to both;
-    a parameter with the name of another flag has a flag with the prefix."""
+def _loaded(
+    path: Path, argv: list[str], options: argparse.Namespace
+) -> tuple[GraphFile, dict[str, Any], dict[str, Any]]:
+    """Return a graph file, the values of its parameters, and those given. A flag that means the same as a parameter is
+    given to both; a parameter with the name of another flag has a flag with the prefix."""
     file, parser = load(path), _parser()
     own = parser.options
     clashing = [flag for flag in file.flags if flag.option in own and not _is_shared(flag)]
@@ -162,11 +171,11 @@ def _loaded(path: Path, argv: list[str], options: argparse.Namespace) -> tuple[G
     parser.graph_file, parser.description = str(path), file.says
     others = [flag for flag in file.flags if flag.option not in own]
     add_flags(parser, (*others, *(replace(flag, prefix=PREFIX) for flag in clashing)))
-    values = {flag.name: flag.default for flag in file.flags} | given_in(parser.parse_args(argv))
+    given = given_in(parser.parse_args(argv))
     for flag in file.flags:
         if _is_shared(flag) and (value := getattr(options, flag.name)) is not None:
-            values[flag.name] = _shared(flag, value)
-    return file, values
+            given[flag.name] = _shared(flag, value)
+    return file, {flag.name: flag.default for flag in file.flags} | given, given
 
 
 def _is_shared(flag: Flag) -> bool:
@@ -290,9 +299,8 @@ def _as_json(
     measured: Report | None,
     planned: Plan,
     report: Report,
-    made: Forecast | None,
 ) -> dict[str, Any]:
-    found = {
+    return {
         "run": options.run,
         "steps": planned.steps,
         "groups": planned.batch,
@@ -305,9 +313,11 @@ def _as_json(
         "measured": summary(measured) if measured else None,
         "notes": recording.notes,
     }
-    if made is None:
-        return found
-    return found | {"tokens_per_s": per_second(made.tokens, report), "memory_bytes": memory_summary(made)}
+
+
+def _foretold_json(made: Forecast, choice: Chosen) -> dict[str, Any]:
+    best = {} if choice.best is None else choice.best.values
+    return {"tokens_per_step": made.tokens, "memory_bytes": memory_summary(made), "chosen": best}
 
 
 if __name__ == "__main__":

@@ -57,11 +57,16 @@ def _odd(options: argparse.Namespace) -> Iterator[Problem]:
             yield Problem(where=f"--assume {text}", what="there is no --on", why=why, fix=fix)
 
 
-def foretold(graph: Graph, planned: Plan, gpus: Gpus, options: argparse.Namespace) -> Forecast:
-    """Return the forecast of a graph on these GPUs. Raises GraphError if a worker group does not fit."""
+def assumed_in(options: argparse.Namespace) -> Assumed:
+    """Return what a run is taken to do."""
     given = dict(text.split("=") for text in options.assume)
     lengths = {name: int(given[name]) for name in ("prompt", "mean") if name in given}
-    made = forecast(graph, planned, gpus.gpu, Assumed(**lengths, kernels=given.get("kernels", "fused")))
+    return Assumed(**lengths, kernels=given.get("kernels", "fused"))
+
+
+def foretold(graph: Graph, planned: Plan, gpus: Gpus, options: argparse.Namespace) -> Forecast:
+    """Return the forecast of a graph on these GPUs. Raises GraphError if a worker group does not fit."""
+    made = forecast(graph, planned, gpus.gpu, assumed_in(options))
     if made.problems:
         raise GraphError(*made.problems)
     return made

@@ -24,11 +24,6 @@ def print_reports(name: str, reports: Mapping[str, Report], notes: Sequence[str]
         out.print(f"note: {note}", markup=False)
 
 
-def per_second(amount: float, report: Report) -> float:
-    """Return an amount of each step per second of a step; 0 without steps."""
-    return amount / report.steps.mean if report.steps.mean else 0.0
-
-
 def _rows(report: Report, tokens: int) -> dict[str, str]:
     rows = {
         "step, mean": f"{report.steps.mean:.3f} s",
@@ -37,7 +32,7 @@ def _rows(report: Report, tokens: int) -> dict[str, str]:
     }
     rows |= {f"{name} busy": f"{100 * share:.0f} %" for name, share in report.utilisation.items()}
     if tokens:
-        rows["response tokens/s"] = f"{per_second(tokens, report):,.0f}"
+        rows["response tokens/s"] = f"{tokens / report.steps.mean:,.0f}" if report.steps.mean else "-"
     else:
         rows["cores busy"] = f"{report.cores:.2f}"
     total = sum(report.staleness.samples.values())

@@ -267,7 +267,7 @@ def test_simulate_needs_neither_a_run_nor_gpus_nor_engines(flags, capsys):
 def test_the_json_has_seconds_tokens_and_bytes(flags, capsys):
     assert simulate.main([*flags, "--on", "h200:2", "--model", "4B", "--json", "--steps", "4"]) == 0
     said = json.loads(capsys.readouterr().out)
-    assert said["tokens_per_s"] == pytest.approx(256 * 512 / said["step_s"], rel=0.01)
+    assert said["tokens_per_step"] == 256 * 512 and 15 < said["step_s"] < 30
     assert said["memory_bytes"]["learner"]["peak"] > 80 * 2**30
 
 
@@ -285,14 +285,17 @@ def test_a_plan_shows_memory_and_refuses_what_does_not_fit(flags, capsys):
     [
         (["--on", "a100:1"], "of h100 and h200. Fix: --on h200:1"),
         (["--on", "h100:0"], "--on h100:0: it names no GPUs that were measured"),
-        (["--on", "h200:1"], "the worker groups ask for 2 GPUs (sampler 1, learner 1), 1 available"),
+        (["--on", "h200:1", "--no-colocated"], "the worker groups ask for 2 GPUs (sampler 1, learner 1), 1 available"),
         (["--on", "h200:2", "--groups", "8x"], "--groups: it does not go with --on"),
         (["--on", "h200:2", "--workers", "learner=2"], "--workers: it does not go with --on"),
         (["--on", "h200:2", "--assume", "mean=600"], "--assume mean=600: responses have at most 512 tokens"),
         (["--on", "h200:2", "--assume", "prompt=0"], "--assume prompt=0: it is no assumption"),
         (["--on", "h200:2", "--assume", "kernel=plain"], "--assume kernel=plain: it is no assumption"),
         (["--assume", "prompt=100"], "--assume prompt=100: there is no --on"),
-        (["--on", "h200:2", "--assume", "prompt=9000"], "a sample of 9,512 tokens does not fit into microbatch=Packed"),
+        (
+            ["--on", "h200:2", "--assume", "prompt=90000"],
+            "a sample of 90,512 tokens does not fit into microbatch=Packed",
+        ),
         (["--on", "h200:2", "--generator", "torch"], "the time of stage 'rollout' on h200 is not known"),
     ],
 )
