@@ -294,7 +294,7 @@ def test_a_plan_shows_memory_and_refuses_what_does_not_fit(flags, capsys):
         (["--assume", "prompt=100"], "--assume prompt=100: there is no --on"),
         (
             ["--on", "h200:2", "--assume", "prompt=90000"],
-            "a sample of 90,512 tokens does not fit into microbatch=Packed",
+            "a sample of 90,512 tokens does not fit into",
         ),
         (["--on", "h200:2", "--generator", "torch"], "the time of stage 'rollout' on h200 is not known"),
     ],
