@@ -28,15 +28,6 @@ from stages import (
 )
 
 
-def choices(gpus: int) -> Iterator[dict[str, object]]:
-    """What to try for flags that are not given, if `--on` names GPUs: the fastest that fits is taken."""
-    for tokens in (8192, 12288, 16384, 24576, 32768, 49152):
-        fast = {"generator": "vllm", "trainer": "megatron", "microbatch": tokens}
-        yield fast | {"sampler_gpus": gpus, "learner_gpus": gpus, "colocated": True}
-        for sampler_gpus in range(1, gpus):
-            yield fast | {"sampler_gpus": sampler_gpus, "learner_gpus": gpus - sampler_gpus, "colocated": False}
-
-
 def graph(
     model: str = "Qwen/Qwen3-0.6B",
     data: str = "train.jsonl",
@@ -109,3 +100,12 @@ def graph(
         ),
         schedule=Schedule(steps=steps, max_staleness=max_staleness, seed=seed),
     )
+
+
+def choices(gpus: int) -> Iterator[dict[str, object]]:
+    """What to try for flags that are not given, if `--on` names GPUs: the fastest that fits is taken."""
+    for tokens in (8192, 12288, 16384, 24576, 32768, 49152):
+        fast = {"generator": "vllm", "trainer": "megatron", "microbatch": tokens}
+        yield fast | {"sampler_gpus": gpus, "learner_gpus": gpus, "colocated": True}
+        for sampler_gpus in range(1, gpus):
+            yield fast | {"sampler_gpus": sampler_gpus, "learner_gpus": gpus - sampler_gpus, "colocated": False}

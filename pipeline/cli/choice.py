@@ -29,7 +29,6 @@ from pipeline.foretell.forecast import Forecast, forecast
 from pipeline.foretell.gpu import Gpus
 from pipeline.foretell.loads import Assumed
 from pipeline.foretell.memory import gib
-from pipeline.plan.planner import plan
 from pipeline.simulation.recording import simulated
 from pipeline.simulation.whatif import Changes
 
@@ -138,6 +137,8 @@ def _tried(
     assumed: Assumed,
     changes: Changes,
 ) -> Tried:
+    from pipeline.plan.planner import plan  # loads networkx, which a recorded run does not need
+
     graph = file.build(values)
     planned, _ = plan(graph, gpus=gpus.count)
     made: Forecast = forecast(graph, planned, gpus.gpu, assumed)

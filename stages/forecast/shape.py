@@ -55,7 +55,7 @@ def divided(model: Model, group: WorkerGroup) -> Divided:
                 where=str(model.location),
                 what=f"the shape of {model.source!r} is not known: {error}",
                 why="time and memory follow from it",
-                fix="a Llama-like model, or --stage NAME=SECONDS for time and no --on",
+                fix="a config with these numbers, of a Llama-like model, or no --on",
             )
         ) from None
     expert_tensor = group.expert_tensor_parallel or group.tensor_parallel
