@@ -104,7 +104,7 @@ def graph(
 
 def choices(gpus: int) -> Iterator[dict[str, object]]:
     """What to try for flags that are not given, if `--on` names GPUs: the fastest that fits is taken."""
-    for tokens in (8192, 12288, 16384, 24576, 32768, 49152):
+    for tokens in range(8192, 49153, 4096):
         fast = {"generator": "vllm", "trainer": "megatron", "microbatch": tokens}
         yield fast | {"sampler_gpus": gpus, "learner_gpus": gpus, "colocated": True}
         for sampler_gpus in range(1, gpus):

@@ -39,6 +39,10 @@ REASON = 60  # characters
 NO_CHANGES = Changes()
 
 
+class TooLargeError(GraphError):
+    """A worker group does not fit on its GPUs."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Tried:
     """One choice: the values that it sets, and the seconds and tokens/s of a step and the bytes in use of the fullest
@@ -69,11 +73,11 @@ def choose(
     changes: Changes = NO_CHANGES,
 ) -> Chosen:
     """Return the fastest choice of a graph file, of those with the parameters that are `given`; without times, the
-    first one that fits. Raises GraphError if choices() is wrong, or with what is wrong with the first choice if none
-    can be."""
+    first one that fits. Raises GraphError if choices() is wrong, or, if none can be, with what is too large in the
+    last choice of which that is all that is wrong, else with what is wrong with the first one."""
     tried: list[Tried] = []
     seen: list[dict[str, Any]] = []
-    first: SluiceError | None = None
+    errors: list[SluiceError] = []
     for wanted in _choices(file, gpus.count):
         open_values = {name: value for name, value in wanted.items() if name not in given}
         if open_values in seen:
@@ -82,7 +86,7 @@ def choose(
         try:
             tried.append(_tried(file, {**values, **open_values}, open_values, gpus, assumed, changes))
         except SluiceError as error:
-            first = first or error
+            errors.append(error)
             tried.append(Tried(values=open_values, why=_short(error.problems[0].what)))
     if not tried:
         return Chosen(values=dict(values))
@@ -91,7 +95,7 @@ def choose(
         if not one.why and (best is None or one.step_s * (1 + GAIN) < best.step_s):
             best = one
     if best is None:
-        raise first or GraphError()
+        raise next((error for error in reversed(errors) if isinstance(error, TooLargeError)), errors[0])
     return Chosen(values={**values, **best.values}, tried=tuple(tried), best=best)
 
 
@@ -143,7 +147,7 @@ def _tried(
     planned, _ = plan(graph, gpus=gpus.count)
     made: Forecast = forecast(graph, planned, gpus.gpu, assumed)
     if made.problems:
-        raise GraphError(*made.problems)
+        raise TooLargeError(*made.problems)
     peak_bytes = max((one.peak_bytes for one in made.memory.values()), default=0.0)
     if any(unknown_times(graph, made, gpus, changes.stages)):
         return Tried(values=open_values, step_s=math.inf, peak_bytes=peak_bytes)

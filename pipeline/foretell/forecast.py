@@ -15,7 +15,7 @@ from pipeline.declare.group import WorkerGroup
 from pipeline.declare.stage import Stage
 from pipeline.declare.task import Task
 from pipeline.declare.work import Decoding, Foretells, GpuWork
-from pipeline.errors import Problem
+from pipeline.errors import GraphError, Problem
 from pipeline.foretell.gpu import Gpu
 from pipeline.foretell.loads import Assumed, AssumedLengths
 from pipeline.foretell.memory import GroupMemory, memory, memory_problems
@@ -94,9 +94,18 @@ class ForetoldTimes:
 
 def forecast(graph: Graph, planned: Plan, gpu: Gpu, assumed: Assumed) -> Forecast:
     """Return a graph and its plan as foretold for this GPU. Stages whose time is not known have no durations. Raises
-    GraphError if the shape of a model or the length of a response is not known."""
+    GraphError if no group has GPUs, or the shape of a model or the length of a response is not known."""
     lengths = AssumedLengths(graph, assumed)
     found = memory(graph, lengths, gpu)
+    if not found:
+        raise GraphError(
+            Problem(
+                where=str(graph.location),
+                what=f"no worker group of {graph.name!r} has GPUs",
+                why="--on says which GPUs they have",
+                fix="WorkerGroup(..., gpus=1), or no --on",
+            )
+        )
     times: dict[str, StageTimes] = {}
     idle = []
     for stage in graph.all_stages():

@@ -24,6 +24,7 @@ UPDATED = 2 * OPTIMIZER + SINGLE + HALF  # bytes per weight that an update reads
 CONTEXT_BYTES = 0.9 * 2**30  # CUDA and libraries; as CACHED, from "learner asleep" in gpu.step.colocated.h200 and .4B
 CACHED = HALF  # bytes per weight that torch's allocator holds and does not use
 WORKSPACE_BYTES = 0.65 * 2**30  # during a pass; from the peaks of gpu.update.*.json
+ROUND = 64  # tokens
 Microbatch: TypeAlias = int | Dynamic | Packed
 
 
@@ -82,10 +83,11 @@ class Passes:
         ]
 
     def largest_row(self, load: Load, room_bytes: float) -> int:
-        """Return the most tokens of a packed row whose pass takes at most `room_bytes` of a GPU, in whole samples of
-        the longest kind; 0 if not even one fits."""
-        each = load.prompt + load.longest
-        return max(0, int((room_bytes - WORKSPACE_BYTES) / self._token_bytes(load))) // each * each
+        """Return the most tokens of a packed row whose pass takes at most `room_bytes` of a GPU, of whole samples if
+        all are as long; 0 if not even the longest sample fits."""
+        longest = load.prompt + load.longest
+        most = max(0, int((room_bytes - WORKSPACE_BYTES) / self._token_bytes(load)))
+        return most // longest * longest if _alike(load) or most < longest else most // ROUND * ROUND
 
     def fitting(self, load: Load, room_bytes: float) -> str:
         """Return the microbatch that fits into `room_bytes`, as it is written; "" if none does."""
@@ -127,8 +129,7 @@ class Passes:
         longest, mine = load.prompt + load.longest, -(-self.samples // load.ranks)
         if not isinstance(self.microbatch, Dynamic | Packed):
             return min(self.microbatch or mine, mine) * longest
-        alike = all(length == load.longest for length in load.responses)
-        row = self.microbatch.tokens // longest * longest if alike else self.microbatch.tokens
+        row = self.microbatch.tokens // longest * longest if _alike(load) else self.microbatch.tokens
         return min(row, mine * longest)
 
     def _token_bytes(self, load: Load) -> float:
@@ -142,6 +143,11 @@ class Passes:
             layers = part.layers * part.pipeline
             found = logits + (layer + layers * part.shape.hidden * HALF if self.recompute else layers * layer)
         return found / part.tensor / part.context
+
+
+def _alike(load: Load) -> bool:
+    """Whether every sample is as long as it may become."""
+    return all(length == load.longest for length in load.responses)
 
 
 def kept(part: Divided, kernels: str) -> float:

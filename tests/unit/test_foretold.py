@@ -225,6 +225,14 @@ def test_the_refusal_names_a_row_that_fits(gpu, model):
     assert fits.memory["learner"].peak_bytes <= USABLE * table(gpu).memory_bytes
 
 
+def test_rows_of_unlike_samples_need_not_hold_whole_ones():
+    found = made(described(model="4B", row=400_000, batch=128), mean=300)
+    tokens = int(re.search(r"tokens=(\d+)", found.problems[0].fix)[1])
+    assert tokens % 64 == 0 and tokens % 1280
+    assert made(described(model="4B", row=tokens, batch=128), mean=300).problems == ()
+    assert len(made(described(model="4B", row=tokens + 64, batch=128), mean=300).problems) == 1
+
+
 def test_a_model_that_no_row_fits_beside_needs_more_gpus():
     (problem,) = made(described(model="4B", row=4096), "h100").problems
     assert "'learner' needs" in problem.what and "tensor_parallel" in problem.fix
@@ -308,6 +316,22 @@ def test_a_stage_whose_time_is_given_need_not_be_known(flags, capsys):
     asked_for = [*flags, "--on", "h200:2", "--model", "0.6B", "--generator", "torch", "--stage", "rollout=30"]
     assert simulate.main([*asked_for, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["step_s"] > 30
+
+
+def test_a_model_of_the_hub_needs_its_config(flags, capsys, monkeypatch):
+    fetched = []
+
+    def fetch(name, file):
+        fetched.append((name, file))
+        if name == "acme/none":
+            raise OSError("offline")
+        return f"0.6B/{file}"
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", fetch)
+    assert simulate.main([*flags, "--on", "h200:2", "--model", "acme/0.6B", "--steps", "3"]) == 0
+    assert set(fetched) == {("acme/0.6B", "config.json")}
+    assert simulate.main([*flags, "--on", "h200:2", "--model", "acme/none"]) == 2
+    assert "the config of 'acme/none' is not on this machine" in capsys.readouterr().err
 
 
 def test_a_run_directory_is_not_foretold(tmp_path, capsys):
