@@ -10,7 +10,8 @@ dense bfloat16 peak), the share of time in which neither engine works, and the m
 `--colocated` runs sampler and learner on the same GPUs, in turns, and adds the seconds per step in which memory changes
 hands, and the memory in use on a GPU in each turn. These and that share leave out the last step, which ends before its
 refit. `--record` keeps plan.json and events.jsonl of each run, for benchmarks/gpu/replay.py. `--peer` then runs TRL's
-GRPOTrainer with vLLM on the same work and one GPU (benchmarks/gpu/trl_step.py). `--cpu` tries the script with a tiny model.
+GRPOTrainer with vLLM on the same work and one GPU (benchmarks/gpu/trl_step.py). `--cpu` tries the script with a tiny
+model.
 
 Aim: neither engine works in under 2 % of a synchronous step.
 """

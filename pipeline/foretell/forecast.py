@@ -14,8 +14,9 @@ from pipeline.declare.graph import Graph
 from pipeline.declare.group import WorkerGroup
 from pipeline.declare.stage import Stage
 from pipeline.declare.task import Task
-from pipeline.declare.work import Decoding, Foretells, GpuWork
+from pipeline.declare.work import Decoding, GpuWork
 from pipeline.errors import GraphError, Problem
+from pipeline.foretell.answers import work_of
 from pipeline.foretell.gpu import Gpu
 from pipeline.foretell.loads import Assumed, AssumedLengths
 from pipeline.foretell.memory import GroupMemory, memory, memory_problems
@@ -41,11 +42,9 @@ class Forecast(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ForetoldTimes:
-    """The durations of one stage on its GPUs. `groups` are worker groups: one, or source and target."""
+    """The durations of a stage on the GPUs of a worker group; `room_bytes` of each are not kept by groups beside it."""
 
-    def __init__(
-        self, stage: Foretells, group: WorkerGroup, lengths: AssumedLengths, gpu: Gpu, room_bytes: float
-    ) -> None:
+    def __init__(self, stage: Stage, group: WorkerGroup, lengths: AssumedLengths, gpu: Gpu, room_bytes: float) -> None:
         self._stage, self._group, self._lengths, self._gpu, self._room_bytes = stage, group, lengths, gpu, room_bytes
         self._speed = 1.0
         self._found: dict[tuple[int, ...], GpuWork | Decoding | None] = {}
@@ -88,7 +87,7 @@ class ForetoldTimes:
             load = self._lengths.load(
                 self._group, groups or range(self._lengths.batch), self._gpu, room_bytes=self._room_bytes, ranks=ranks
             )
-            self._found[key] = self._stage.work(load)
+            self._found[key] = work_of(self._stage, load)
         return self._found[key]
 
 
@@ -129,8 +128,6 @@ def _times(stage: Stage, lengths: AssumedLengths, gpu: Gpu, found: dict[str, Gro
     group = stage.groups()[-1] if stage.groups() else None
     if group is None or not group.gpus:
         return Drawn(Distribution(terms=())) if stage.shape != "external" else None
-    if not isinstance(stage, Foretells):
-        return None
     made = ForetoldTimes(stage, group, lengths, gpu, gpu.memory_bytes - found[group.name].beside_bytes)
     return made if made.is_known else None
 

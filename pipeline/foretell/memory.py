@@ -9,8 +9,9 @@ import msgspec
 from pipeline.declare.graph import Graph
 from pipeline.declare.group import WorkerGroup
 from pipeline.declare.stage import Stage
-from pipeline.declare.work import Decoding, Foretells, GpuPart, Load
+from pipeline.declare.work import Decoding, GpuPart, Load
 from pipeline.errors import Problem
+from pipeline.foretell.answers import fitting_of, memory_of, work_of
 from pipeline.foretell.gpu import Gpu
 from pipeline.foretell.loads import AssumedLengths
 
@@ -67,11 +68,7 @@ def memory(graph: Graph, lengths: AssumedLengths, gpu: Gpu) -> dict[str, GroupMe
         load = lengths.load(group, range(graph.batch), gpu, room_bytes=gpu.memory_bytes - beside)
         one = msgspec.structs.replace(_group(graph, load), beside_bytes=beside)
         room = USABLE * gpu.memory_bytes - one.before_bytes
-        fits = {
-            stage.name: stage.fitting(load, room)
-            for stage in graph.all_stages()
-            if stage.name in one.passing and isinstance(stage, Foretells)
-        }
+        fits = {stage.name: fitting_of(stage, load, room) for stage in graph.all_stages() if stage.name in one.passing}
         found[name] = msgspec.structs.replace(one, fits=fits)
     return found
 
@@ -88,7 +85,7 @@ def _group(graph: Graph, load: Load) -> GroupMemory:
     unknown = []
     for stage in graph.all_stages():
         if load.group.name in {group.name for group in stage.groups()}:
-            parts = stage.memory(load) if isinstance(stage, Foretells) else None
+            parts = memory_of(stage, load)
             if parts is None:
                 unknown.append(stage.name)
                 continue
@@ -127,7 +124,7 @@ def _too_much(one: GroupMemory, stage: Stage | None, gpu: Gpu) -> Problem:
 
 
 def _no_cache(stage: Stage, one: GroupMemory, load: Load) -> Iterator[Problem]:
-    work = stage.work(load) if isinstance(stage, Foretells) and stage.shape == "stream" else None
+    work = work_of(stage, load) if stage.shape == "stream" else None
     if isinstance(work, Decoding) and work.most_tokens < load.prompt + load.longest:
         yield Problem(
             where=str(one.group.location),

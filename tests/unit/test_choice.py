@@ -14,6 +14,8 @@ from pipeline.cli.load import load
 from pipeline.declare.interpreter import elsewhere
 from pipeline.foretell.gpu import asked
 from pipeline.foretell.loads import Assumed
+from stages.backends import is_installed
+from tests.optional import required
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 OWN = """
@@ -23,8 +25,8 @@ from tests.unit.test_foretold import described
 def choices(gpus: int):
     {choices}
 
-def graph(row: int = 8192, gpus_: int = 1):
-    return described(row=row, gpus=gpus_, batch=64)
+def graph(row: int = 8192, trainers: int = 1):
+    return described(row=row, gpus=trainers, batch=128, colocated=True)
 """
 
 
@@ -81,7 +83,7 @@ def test_a_flag_that_is_given_stays(folder):
 
 
 def test_a_step_ahead_is_never_chosen_in_turns(folder):
-    found = grpo("h200:2", model="0.6B", max_staleness=1)
+    found = grpo("h200:2", model="0.6B", max_staleness=1, microbatch=8192)
     assert not found.values["colocated"]
     assert any("has colocated=" in one.why for one in found.tried)
 
@@ -93,13 +95,13 @@ def test_without_times_the_first_that_fits_is_taken(folder):
 
 def test_a_partial_graph_has_the_choices_of_its_own_module(folder):
     path = REPOSITORY / "graphs" / "grpo_async.py"
-    assert chosen(path, "h200:2", model="0.6B").values["sampler_gpus"] == 1
+    assert chosen(path, "h200:2", model="0.6B", microbatch=8192).values["sampler_gpus"] == 1
 
 
 def test_a_graph_without_choices_keeps_its_defaults(folder):
     path = folder / "bare.py"
     path.write_text(OWN.format(choices="pass").replace("def choices", "def _choices"))
-    assert chosen(path, "h200:2") == Chosen(values={"row": 8192, "gpus_": 1})
+    assert chosen(path, "h200:2") == Chosen(values={"row": 8192, "trainers": 1})
 
 
 @pytest.mark.parametrize(
@@ -118,8 +120,8 @@ def test_choices_that_are_none_get_one_clear_error(folder, choices, says):
 
 
 def test_if_no_choice_can_be_the_first_one_says_why(folder):
-    with pytest.raises(GraphError, match="1 available"):
-        chosen(own(folder, "yield {'gpus_': 4}\n    yield {'gpus_': 5}"))
+    with pytest.raises(GraphError, match="4 GPUs; that group has 1"):
+        chosen(own(folder, "yield {'trainers': 4}\n    yield {'trainers': 5}"))
 
 
 def test_if_every_choice_is_too_large_it_says_so(folder):
@@ -134,7 +136,7 @@ def test_a_graph_without_gpus_is_not_foretold(folder):
 
 def test_the_commands_print_what_they_choose(folder, capsys):
     flags = [str(REPOSITORY / "graphs" / "grpo.py"), "--on", "h200:2", "--model", "0.6B"]
-    assert run.main([*flags, "--plan"]) == 0
+    assert run.main([*flags, "--plan", "--no-colocated"]) == 0
     planned = capsys.readouterr().out
     line = next(line for line in planned.splitlines() if line.startswith("chosen for h200:2"))
     assert "--generator vllm --trainer megatron" in line and "tried" not in planned
@@ -143,6 +145,16 @@ def test_the_commands_print_what_they_choose(folder, capsys):
     assert "chosen for h200:2" in simulated and "s/step" in simulated
     assert simulate.main([*flags, "--steps", "3", "--microbatch", "8192", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["chosen"]["trainer"] == "megatron"
+
+
+def test_a_run_that_does_not_fit_is_refused_before_it_starts(folder, capsys):
+    for part, package in (("vllm", "vllm"), ("megatron", "megatron.core")):
+        if not is_installed(package):
+            required(part, package)
+    path = own(folder, "yield {}")
+    assert run.main([str(path), "--on", "h200:1", "--row", "400000"]) == 2
+    assert "Fix: microbatch=Packed(tokens=" in capsys.readouterr().err
+    assert not (folder / "runs").exists()
 
 
 def test_nothing_is_printed_if_nothing_was_open(capsys):

@@ -210,6 +210,45 @@ def test_a_stage_of_the_user_says_what_it_needs():
     assert report.critical_path.by_stage["reward"] == pytest.approx(wanted, rel=0.01)
 
 
+class Mistaken(Reward):
+    """Says what it needs in a wrong way, which `answers` has by method."""
+
+    answers: dict[str, object] = {}
+
+    def work(self, load):
+        return self._answer("work", GpuWork())
+
+    def memory(self, load):
+        return self._answer("memory", [])
+
+    def fitting(self, load, room_bytes):
+        return ""
+
+    def _answer(self, name, otherwise):
+        answer = self.answers.get(name, otherwise)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+@pytest.mark.parametrize(
+    ("method", "answer", "says"),
+    [
+        ("work", 3.0, "work() of stage 'reward' returned 3.0; it returns a GpuWork or a Decoding"),
+        ("work", GpuWork(products=-1.0), "it returns amounts of 0 or more"),
+        ("work", KeyError("shape"), "work() of stage 'reward' raised KeyError: 'shape'"),
+        ("memory", ["weights"], "memory() of stage 'reward' returned ['weights']; it returns a list of GpuPart"),
+        ("memory", [GpuPart(name="weights", size_bytes=float("nan"))], "it returns bytes of 0 or more"),
+    ],
+)
+def test_a_wrong_answer_of_a_stage_is_one_clear_error(monkeypatch, method, answer, says):
+    monkeypatch.setattr(Mistaken, "answers", {method: answer})
+    graph = described(reward=Mistaken(even, on=WorkerGroup("judges", gpus=1)))
+    with pytest.raises(GraphError) as raised:
+        made(graph)
+    assert len(raised.value.problems) == 1 and says in str(raised.value.problems[0])
+
+
 # What does not fit.
 
 
@@ -261,7 +300,8 @@ def flags(tmp_path, monkeypatch):
         importlib.util, "find_spec", lambda name, *rest: None if name.split(".")[0] in absent else found(name, *rest)
     )
     graph = str(REPOSITORY / "graphs/grpo.py")
-    return [graph, "--generator", "vllm", "--trainer", "megatron", "--sampler-gpus", "1", "--learner-gpus", "1"]
+    given = "--generator vllm --trainer megatron --sampler-gpus 1 --learner-gpus 1 --microbatch 8192"
+    return [graph, *given.split()]
 
 
 def test_simulate_needs_neither_a_run_nor_gpus_nor_engines(flags, capsys):
