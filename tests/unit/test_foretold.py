@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import re
@@ -151,6 +152,40 @@ def test_twice_the_trainers_train_in_half_the_time_and_hold_half_the_optimizer()
 def test_tensor_parallel_ranks_hold_a_part_of_everything_but_the_libraries():
     whole, half = (made(described(gpus=n, tensor_parallel=n)).memory["learner"].peak_bytes for n in (1, 2))
     assert half < 0.6 * whole
+
+
+def trained(**learner: int) -> GpuWork:
+    """The work of a training task of 8 rows per update of one replica, on the busiest rank."""
+    graph = described(batch=32, row=16 * 1030, gpus=max([1, *learner.values()]), **learner)
+    stage = next(stage for stage in graph.stages if isinstance(stage, Train))
+    found = stage.work(tables.load(stage.on, 256, 1024))
+    assert found is not None
+    return found
+
+
+def test_ranks_of_a_pipeline_wait_for_the_first_row():
+    whole, half = trained(), trained(pipeline_parallel=2)
+    assert whole.passes == 16 and half.passes == 16 * (1 + 1 / 8)  # one more row per update of 8
+    assert half.products == pytest.approx(whole.products / 2 * (1 + 1 / 8))
+    assert half.layers == pytest.approx(whole.layers / 2 * (1 + 1 / 8))
+
+
+def test_tensor_and_context_parallel_ranks_divide_products_and_logits_but_launch_every_layer():
+    whole = trained()
+    for kind in ("tensor_parallel", "context_parallel"):
+        half = trained(**{kind: 2})
+        assert (half.products, half.vocabulary_bytes) == (whole.products / 2, whole.vocabulary_bytes / 2)
+        assert (half.layers, half.passes) == (whole.layers, whole.passes)
+
+
+def test_recomputed_activations_take_time_and_leave_memory():
+    graph = described(row=16 * 1030)
+    stage = next(stage for stage in graph.stages if isinstance(stage, Train))
+    again, load = dataclasses.replace(stage, checkpoint_activations=True), tables.load(stage.on, 256, 1024)
+    assert again.work(load).products == pytest.approx(4 / 3 * stage.work(load).products)
+    sizes = [sum(part.size_bytes for part in one.memory(load) if part.when == "task") for one in (stage, again)]
+    assert sizes[1] < 0.5 * sizes[0]
+    assert stage.fitting(load, 1.6e9).startswith("checkpoint_activations=True, microbatch=Packed(")
 
 
 def test_running_ahead_hides_the_shorter_engine():
