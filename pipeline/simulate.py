@@ -26,7 +26,7 @@ import msgspec
 
 from pipeline.analysis.report import Report, analyse, summary
 from pipeline.cli import console
-from pipeline.cli.choice import Chosen, choose, print_choice
+from pipeline.cli.choice import Chosen, choose, foretold_json, print_choice
 from pipeline.cli.command import Parser, exit_code, graph_named, natural, number, one_of, whole
 from pipeline.cli.flags import Flag, add_flags, given_in
 from pipeline.cli.foretold import (
@@ -35,7 +35,7 @@ from pipeline.cli.foretold import (
     assumed_in,
     foretold,
     gpus_of,
-    memory_summary,
+    misplaced,
     print_memory,
     unknown_times,
 )
@@ -44,7 +44,6 @@ from pipeline.cli.reports import print_reports
 from pipeline.declare.graph import Graph
 from pipeline.declare.interpreter import elsewhere
 from pipeline.errors import GraphError, Problem
-from pipeline.foretell.forecast import Forecast
 from pipeline.foretell.gpu import Gpus
 from pipeline.plan.plan import Plan
 from pipeline.precedence import typed
@@ -95,7 +94,7 @@ def _main(argv: list[str]) -> int:
             )
         )
     changes, gpus = _changes(options), gpus_of(options)
-    if problems := (*range_problems(changes), *_misplaced(options, file)):
+    if problems := (*range_problems(changes), *misplaced(options, of_a_graph=file is not None)):
         raise GraphError(*problems)
     if file is None:
         with consistent(path):
@@ -110,7 +109,7 @@ def _main(argv: list[str]) -> int:
     if gpus is None or made is None:
         return _simulate(Recording(plan=planned, durations=Durations({}), cores=options.cores), changes, options)
     if options.json:
-        return _simulate(made.recording, changes, options, _foretold_json(made, choice))
+        return _simulate(made.recording, changes, options, foretold_json(made, choice))
     print_choice(choice, gpus, whole=True)
     print_memory(made, gpus)
     return _simulate(made.recording, changes, options, tokens=made.tokens)
@@ -138,25 +137,6 @@ def _simulate(
     columns = ({"measured": measured} if measured else {}) | columns
     print_reports(changed[0].name, columns, recording.notes, tokens=tokens)
     return 0
-
-
-def _misplaced(options: argparse.Namespace, file: GraphFile | None) -> Iterator[Problem]:
-    """Yield why flags do not go with --on."""
-    if options.on and file is None:
-        yield Problem(
-            where=f"--on {options.on}",
-            what="RUN is a run directory",
-            why="its durations were recorded; GPUs are named for a graph that was never run",
-            fix="name the graph file, or leave out --on",
-        )
-    for flag, value in (("--workers", options.workers), ("--groups", options.groups)):
-        if options.on and value:
-            yield Problem(
-                where=flag,
-                what="it does not go with --on",
-                why="what a stage needs follows from the graph",
-                fix="set the graph's own parameters, see --help",
-            )
 
 
 def _loaded(
@@ -313,11 +293,6 @@ def _as_json(
         "measured": summary(measured) if measured else None,
         "notes": recording.notes,
     }
-
-
-def _foretold_json(made: Forecast, choice: Chosen) -> dict[str, Any]:
-    best = {} if choice.best is None else choice.best.values
-    return {"tokens_per_step": made.tokens, "memory_bytes": memory_summary(made), "chosen": best}
 
 
 if __name__ == "__main__":

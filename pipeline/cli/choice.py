@@ -22,7 +22,7 @@ from msgspec.structs import replace
 
 from pipeline.cli import console
 from pipeline.cli.flags import spelled
-from pipeline.cli.foretold import unknown_times
+from pipeline.cli.foretold import memory_summary, unknown_times
 from pipeline.cli.load import GraphFile
 from pipeline.errors import CALLED, GraphError, Problem, SluiceError, is_users, message_of, shown
 from pipeline.foretell.forecast import Forecast, forecast
@@ -177,3 +177,9 @@ def print_choice(choice: Chosen, gpus: Gpus, *, whole: bool) -> None:
 def worded(values: Mapping[str, Any]) -> str:
     """Return the flags that set these values."""
     return shlex.join([word for name, value in values.items() for word in spelled(name, value)])
+
+
+def foretold_json(made: Forecast, choice: Chosen) -> dict[str, Any]:
+    """Return a forecast, and what was chosen for it, as plain values."""
+    best = {} if choice.best is None else choice.best.values
+    return {"tokens_per_step": made.tokens, "memory_bytes": memory_summary(made), "chosen": best}

@@ -72,6 +72,25 @@ def foretold(graph: Graph, planned: Plan, gpus: Gpus, options: argparse.Namespac
     return made
 
 
+def misplaced(options: argparse.Namespace, *, of_a_graph: bool) -> Iterator[Problem]:
+    """Yield why flags of a simulation do not go with --on."""
+    if options.on and not of_a_graph:
+        yield Problem(
+            where=f"--on {options.on}",
+            what="RUN is a run directory",
+            why="its durations were recorded; GPUs are named for a graph that was never run",
+            fix="name the graph file, or leave out --on",
+        )
+    for flag, value in (("--workers", options.workers), ("--groups", options.groups)):
+        if options.on and value:
+            yield Problem(
+                where=flag,
+                what="it does not go with --on",
+                why="what a stage needs follows from the graph",
+                fix="set the graph's own parameters, see --help",
+            )
+
+
 def unknown_times(graph: Graph, made: Forecast, gpus: Gpus, given: Iterable[str]) -> Iterator[Problem]:
     """Yield a problem for each stage on GPUs whose time is not known, except the `given` ones."""
     for stage in graph.all_stages():
