@@ -61,7 +61,7 @@ ENGINES = ("rollout", "prev_logprobs", "train")
 def foretold(name: str, row: int) -> tuple[Forecast, dict[str, float]]:
     """A row of a kept result: its forecast, and the foretold seconds of a step and of its stages."""
     command = json.loads((RESULTS / f"{name}.json").read_text())["command"].split(";")[row]
-    options = step.flags().parse_args(shlex.split(command.partition("benchmarks.gpu.step")[2]))
+    options = step.flags().parse_args(["--prev", "field", *shlex.split(command.partition("benchmarks.gpu.step")[2])])
     policy = Model("model", config=SHAPES[options.model], alphabet="bytes")
     graph = step.described(options, rows(name)[row]["max_staleness"], policy)
     gpu, kernels = STEPS[name]

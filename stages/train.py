@@ -236,9 +236,16 @@ class Train(Stage):
         fix = "minibatches=" + " or ".join(str(number) for number in _divisors(batch, near=near))
         yield what, legal, "minibatches must be equal runs of whole groups", fix
 
-    def work(self, load: Load) -> GpuWork | None:
-        """All updates of a batch; None unless the backend is megatron."""
-        return self._passes(load).work(load) if load.group.backend == "megatron" else None
+    def work(self, load: Load) -> Sequence[GpuWork] | None:
+        """All updates of a batch, and before them the scoring that `prev` asks for; None unless the backend is
+        megatron."""
+        updates = self._passes(load).work(load) if load.group.backend == "megatron" else None
+        if updates is None or self.prev != OWN or self.minibatches == 1:
+            return None if updates is None else [updates]
+        rest = msgspec.structs.replace(load, responses=load.responses[len(load.responses) // self.minibatches :])
+        again = sharding(self.model, self.on, self.microbatch, minibatches=self.minibatches - 1, equal=True)
+        scored = replace(self._passes(load), sharding=again, training=False, epochs=1).work(rest)
+        return [updates] if scored is None else [scored, updates]
 
     def memory(self, load: Load) -> Sequence[GpuPart] | None:
         """The memory of the trained copy, its optimizer and a pass; None unless the backend is megatron."""

@@ -58,14 +58,13 @@ def update(budget: int, *, training: bool) -> GpuWork:
     """The work of gpu.update in rows of `budget` tokens."""
     group = WorkerGroup("learner", backend="megatron", gpus=1)
     model, cut = Model("0.6B", config=SHAPES["0.6B"]), Packed(budget)
-    stage = (
-        Train(model, on=group, loss=ClippedLoss(), lr=1e-6, microbatch=cut)
-        if training
-        else PrevLogprobs(model, on=group, microbatch=cut)
-    )
-    found = stage.work(load(group, SAMPLES, TOKENS))
-    assert found is not None
-    return found
+    asked = load(group, SAMPLES, TOKENS)
+    if not training:
+        scored = PrevLogprobs(model, on=group, microbatch=cut).work(asked)
+        assert scored is not None
+        return scored
+    (trained,) = Train(model, on=group, loss=ClippedLoss(), lr=1e-6, microbatch=cut).work(asked) or ()
+    return trained
 
 
 def device_s(work: GpuWork, rates: dict[str, float]) -> float:

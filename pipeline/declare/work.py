@@ -109,8 +109,9 @@ class GpuPart(msgspec.Struct, frozen=True, kw_only=True):
 class Foretells(Protocol):
     """A stage that can say what it will need."""
 
-    def work(self, load: Load) -> GpuWork | Decoding | None:
-        """Return the work of a task, or None if it is not known. Raises GraphError if its model is not known."""
+    def work(self, load: Load) -> GpuWork | Sequence[GpuWork] | Decoding | None:
+        """Return the work of a task, or its parts in order, or None if it is not known. Raises GraphError if its model
+        is not known."""
 
     def memory(self, load: Load) -> Sequence[GpuPart] | None:
         """Return its memory on each GPU of `load.group`, or None if it is not known. Raises as `work` does."""

@@ -23,14 +23,15 @@ from pipeline.errors import (
 )
 
 
-def work_of(stage: Stage, load: Load) -> GpuWork | Decoding | None:
-    """Return the work of a stage; None if it does not know it."""
+def work_of(stage: Stage, load: Load) -> Sequence[GpuWork] | Decoding | None:
+    """Return the work of a stage, in parts; None if it does not know it."""
     found = _answer(stage, "work", load)
-    _check(stage, "work", found, found is None or isinstance(found, GpuWork | Decoding), "a GpuWork or a Decoding")
-    if found is not None:
-        sizes = [value for value in asdict(found).values() if not isinstance(value, str)]
-        _check(stage, "work", found, all(is_number(size) and size >= 0 for size in sizes), "amounts of 0 or more")
-    return found
+    parts = found if isinstance(found, list | tuple) else () if found is None else (found,)
+    alike = (len(parts) == 1 and isinstance(parts[0], Decoding)) or all(isinstance(part, GpuWork) for part in parts)
+    _check(stage, "work", found, alike, "a GpuWork, a list of them, or a Decoding")
+    sizes = [value for part in parts for value in asdict(part).values() if not isinstance(value, str)]
+    _check(stage, "work", found, all(is_number(size) and size >= 0 for size in sizes), "amounts of 0 or more")
+    return found if isinstance(found, Decoding) else None if found is None else parts
 
 
 def memory_of(stage: Stage, load: Load) -> Sequence[GpuPart] | None:

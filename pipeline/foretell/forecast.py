@@ -47,7 +47,7 @@ class ForetoldTimes:
     def __init__(self, stage: Stage, group: WorkerGroup, lengths: AssumedLengths, gpu: Gpu, room_bytes: float) -> None:
         self._stage, self._group, self._lengths, self._gpu, self._room_bytes = stage, group, lengths, gpu, room_bytes
         self._speed = 1.0
-        self._found: dict[tuple[int, ...], GpuWork | Decoding | None] = {}
+        self._found: dict[tuple[int, ...], Sequence[GpuWork] | Decoding | None] = {}
 
     @property
     def is_known(self) -> bool:
@@ -55,13 +55,15 @@ class ForetoldTimes:
         work = self._work_of(range(self._lengths.batch), self._group.data_parallel)
         if work is None:
             return False
-        rates = self._gpu.rates.get(work.kind, {})
-        return not lacking(work, rates) if isinstance(work, GpuWork) else bool(rates)
+        if isinstance(work, Decoding):
+            return work.kind in self._gpu.rates
+        return not any(lacking(part, self._gpu.rates.get(part.kind, {})) for part in work)
 
     def work(self, task: Task, *, samples: int, tokens: int, seed: int) -> Work:
         """Return the work of a map or a transfer: its GPU is busy."""
         found = self._work_of(task.groups, self._group.data_parallel if task.replica is None else 1)
-        took_s = seconds(found, self._gpu.rates.get(found.kind, {})) if isinstance(found, GpuWork) else 0.0
+        parts = () if found is None or isinstance(found, Decoding) else found
+        took_s = sum(seconds(part, self._gpu.rates.get(part.kind, {})) for part in parts)
         return Work(0.0, took_s / self._speed, 1.0)
 
     def stream(self, task: Task, *, group_size: int, seed: int) -> StreamWork:
@@ -80,7 +82,7 @@ class ForetoldTimes:
         made._speed = self._speed * factor
         return made
 
-    def _work_of(self, groups: Sequence[int], ranks: int) -> GpuWork | Decoding | None:
+    def _work_of(self, groups: Sequence[int], ranks: int) -> Sequence[GpuWork] | Decoding | None:
         """Return the work of these groups, computed once per set of lengths: every step has the same."""
         key = (ranks, *(group % self._lengths.batch for group in groups))
         if key not in self._found:

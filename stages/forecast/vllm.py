@@ -17,7 +17,7 @@ def decoding(model: Model, load: Load) -> Decoding | None:
     if part.shape.experts:
         return None
     read = (part.shape.layer_weights + part.shape.logit_weights) / part.tensor
-    each = cache_bytes(part)
+    each = cache_bytes(part, load)
     return Decoding(
         kind="vllm.sampling",
         weights_bytes=HALF * read,
@@ -27,10 +27,10 @@ def decoding(model: Model, load: Load) -> Decoding | None:
     )
 
 
-def cache_bytes(part: Divided) -> float:
+def cache_bytes(part: Divided, load: Load) -> float:
     """Bytes of keys and values of one token on one GPU; ranks beyond the key-value heads hold the same heads."""
     heads = -(-part.shape.kv_heads // part.tensor)
-    return 2.0 * part.shape.layers * heads * part.shape.head_dim * HALF
+    return 2.0 * part.shape.layers * heads * part.shape.head_dim * (1 if load.group.cache == "fp8" else HALF)
 
 
 def room_of_cache(part: Divided, load: Load) -> float:
@@ -43,9 +43,10 @@ def memory(model: Model, load: Load) -> list[GpuPart]:
     """Return the memory of one rank. It is awake with all that it may take, and keeps little when it sleeps."""
     part = divided(model, load.group)
     cache = max(0.0, room_of_cache(part, load))
+    tokens = int(cache / cache_bytes(part, load))
     return [
         GpuPart(name="CUDA and its graphs", size_bytes=RESIDUE_BYTES),
         GpuPart(name=f"weights of {model.source}", size_bytes=HALF * part.weights, when="moved"),
         GpuPart(name="buffers", size_bytes=BUFFERS_BYTES, when="dropped"),
-        GpuPart(name=f"key-value cache, {int(cache / cache_bytes(part)):,} tokens", size_bytes=cache, when="dropped"),
+        GpuPart(name=f"key-value cache, {tokens:,} tokens", size_bytes=cache, when="dropped"),
     ]

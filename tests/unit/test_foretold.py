@@ -158,8 +158,7 @@ def trained(**learner: int) -> GpuWork:
     """The work of a training task of 8 rows per update of one replica, on the busiest rank."""
     graph = described(batch=32, row=16 * 1030, gpus=max([1, *learner.values()]), **learner)
     stage = next(stage for stage in graph.stages if isinstance(stage, Train))
-    found = stage.work(tables.load(stage.on, 256, 1024))
-    assert found is not None
+    (found,) = stage.work(tables.load(stage.on, 256, 1024))
     return found
 
 
@@ -178,11 +177,33 @@ def test_tensor_and_context_parallel_ranks_divide_products_and_logits_but_launch
         assert (half.layers, half.passes) == (whole.layers, whole.passes)
 
 
+def test_a_trainer_without_scored_samples_scores_all_but_the_first_minibatch():
+    graph = described(row=16 * 1030)
+    field = next(stage for stage in graph.stages if isinstance(stage, Train))
+    load, prev = (
+        tables.load(field.on, 256, 1024),
+        next(stage for stage in graph.stages if isinstance(stage, PrevLogprobs)),
+    )
+    scored, updates = dataclasses.replace(field, prev="own").work(load)
+    assert [updates] == field.work(load) and scored.kind == "megatron.scoring"
+    assert scored.products == prev.work(load).products / 2 and scored.passes == prev.work(load).passes / 2
+    alone = dataclasses.replace(field, prev="own", minibatches=1)
+    assert alone.work(load) == dataclasses.replace(field, minibatches=1).work(load)
+
+
+def test_a_cache_of_8_bits_holds_twice_as_many_tokens_and_is_read_in_half_the_time():
+    full = next(stage for stage in described().stages if isinstance(stage, Rollout))
+    half = dataclasses.replace(full, on=dataclasses.replace(full.on, cache="fp8"))
+    wide, narrow = (one.work(tables.load(one.on, 256, 1024)) for one in (full, half))
+    assert narrow.cache_bytes == wide.cache_bytes / 2
+    assert narrow.most_tokens == pytest.approx(2 * wide.most_tokens, rel=1e-6)
+
+
 def test_recomputed_activations_take_time_and_leave_memory():
     graph = described(row=16 * 1030)
     stage = next(stage for stage in graph.stages if isinstance(stage, Train))
     again, load = dataclasses.replace(stage, checkpoint_activations=True), tables.load(stage.on, 256, 1024)
-    assert again.work(load).products == pytest.approx(4 / 3 * stage.work(load).products)
+    assert again.work(load)[0].products == pytest.approx(4 / 3 * stage.work(load)[0].products)
     sizes = [sum(part.size_bytes for part in one.memory(load) if part.when == "task") for one in (stage, again)]
     assert sizes[1] < 0.5 * sizes[0]
     assert stage.fitting(load, 1.6e9).startswith("checkpoint_activations=True, microbatch=Packed(")
@@ -269,7 +290,7 @@ class Mistaken(Reward):
 @pytest.mark.parametrize(
     ("method", "answer", "says"),
     [
-        ("work", 3.0, "work() of stage 'reward' returned 3.0; it returns a GpuWork or a Decoding"),
+        ("work", 3.0, "work() of stage 'reward' returned 3.0; it returns a GpuWork, a list of them, or a Decoding"),
         ("work", GpuWork(products=-1.0), "it returns amounts of 0 or more"),
         ("work", KeyError("shape"), "work() of stage 'reward' raised KeyError: 'shape'"),
         ("memory", ["weights"], "memory() of stage 'reward' returned ['weights']; it returns a list of GpuPart"),
