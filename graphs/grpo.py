@@ -2,8 +2,11 @@
 `graphs/grpo_async.py` changes one number to run asynchronously.
 
 python -m pipeline.run graphs/grpo.py --model Qwen/Qwen3-0.6B --data train.jsonl
+
+With `--on h200:2`, engines, GPUs and the length of packed rows are chosen for two H200, if their flags are not given.
 """
 
+from collections.abc import Iterator
 from typing import Literal
 
 from ops.rewards import exact_match
@@ -97,3 +100,12 @@ def graph(
         ),
         schedule=Schedule(steps=steps, max_staleness=max_staleness, seed=seed),
     )
+
+
+def choices(gpus: int) -> Iterator[dict[str, object]]:
+    """What to try for flags that are not given, if `--on` names GPUs: the fastest that fits is taken."""
+    for tokens in range(8192, 49153, 4096):
+        fast = {"generator": "vllm", "trainer": "megatron", "microbatch": tokens}
+        yield fast | {"sampler_gpus": gpus, "learner_gpus": gpus, "colocated": True}
+        for sampler_gpus in range(1, gpus):
+            yield fast | {"sampler_gpus": sampler_gpus, "learner_gpus": gpus - sampler_gpus, "colocated": False}

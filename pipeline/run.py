@@ -23,15 +23,18 @@ import msgspec
 
 from pipeline import view
 from pipeline.cli import console
+from pipeline.cli.choice import choose, print_choice
 from pipeline.cli.command import Parser, above_0, end, exit_code, graph_named, natural
 from pipeline.cli.executor_flags import add_executor_flags, executor_problems, executor_words
 from pipeline.cli.flags import add_flags, given_in, spelled
+from pipeline.cli.foretold import add_assumptions, add_on, assumed_in, foretold, gpus_of, print_memory
 from pipeline.cli.listing import print_list
 from pipeline.cli.load import GraphFile, in_time, load
 from pipeline.cli.orphans import leave_none
 from pipeline.cli.output import outliving
 from pipeline.cli.resume import RunRecord, check_resume, cut_metrics, describe, recorded, resume_step
 from pipeline.declare.graph import Graph
+from pipeline.declare.interpreter import elsewhere
 from pipeline.engine.termination import Termination
 from pipeline.errors import GraphError, Problem, SluiceError, WorkerLost
 from pipeline.forks import Original
@@ -108,8 +111,16 @@ def _main(argv: list[str]) -> int:
         record = recorded(options.run_dir, here) if options.resume is not None else None
         defaults = {flag.name: flag.default for flag in file.flags}
         values = defaults | (record.args if record else {}) | given
-        graph = file.build({name: value for name, value in values.items() if name in defaults})
-        planned, warnings = plan(graph, gpus=options.gpus)
+        gpus = gpus_of(options)
+        with elsewhere() if gpus and options.plan else nullcontext():
+            own = {name: value for name, value in values.items() if name in defaults}
+            if gpus and not record:
+                choice = choose(file, own, given, gpus, assumed_in(options))
+                print_choice(choice, gpus, whole=False)
+                own, values = choice.values, values | choice.values
+            graph = file.build(own)
+            planned, warnings = plan(graph, gpus=gpus.count if gpus else options.gpus)
+            made = foretold(graph, planned, gpus, options) if gpus else None
         console.print_problems(warnings)
         if problems := tuple(executor_problems(options, graph, file.module)):
             raise GraphError(*problems)
@@ -120,6 +131,8 @@ def _main(argv: list[str]) -> int:
         return 0
     if options.plan:
         console.print_plan(planned)
+        if gpus and made:
+            print_memory(made, gpus)
         return 0
     if options.replay:
         return _replay(graph, Path(options.replay))
@@ -149,7 +162,10 @@ def _parser(*, add_help: bool) -> Parser:
     what.add_argument("--resume", nargs="?", const="last", metavar="STEP", help="resume from a checkpoint in --run-dir")
     parser.add_argument("--run-dir", metavar="DIR", help="where the run is recorded; default: a new folder in runs/")
     add_executor_flags(parser)
-    parser.add_argument("--gpus", type=natural, metavar="N", help="check the placement against N GPUs")
+    gpus = parser.add_mutually_exclusive_group()
+    gpus.add_argument("--gpus", type=natural, metavar="N", help="check the placement against N GPUs")
+    add_on(gpus)
+    add_assumptions(parser)
     parser.add_argument(
         "--deadline-s", type=above_0, default=3600.0, metavar="S", help="fail if no task finishes for this long"
     )

@@ -1,11 +1,13 @@
 """`python -m pipeline.simulate RUN [flags]`: simulate a run under another schedule, in virtual time.
 
-RUN is a run directory, whose recorded durations are used, or a graph file with the flags of its graph(); then --stage
-gives the seconds of every stage. A parameter of graph() that has the name of another flag of this command is set with
-the prefix --graph-, as in --graph-workers. The scheduler is the same as in real runs. Exit codes: 0 done; 2 RUN or a
-flag is wrong; 3 the simulated run cannot continue.
+RUN is a run directory, whose recorded durations are used, or a graph file with the flags of its graph(); then --on
+names GPUs, for which time and memory are foretold, or --stage gives the seconds of every stage. A parameter of graph()
+that has the name of another flag of this command is set with the prefix --graph-, as in --graph-workers. The scheduler
+is the same as in real runs. Exit codes: 0 done; 2 RUN or a flag is wrong, or a worker group does not fit on the GPUs; 3
+the simulated run cannot continue.
 
     python -m pipeline.simulate runs/quickstart-... --max-staleness 2 --on-stale drop --workers sampler=4
+    python -m pipeline.simulate graphs/grpo.py --on h200:2 --generator vllm --trainer megatron ...
 """
 
 from __future__ import annotations
@@ -14,18 +16,35 @@ import argparse
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
 
 from pipeline.analysis.report import Report, analyse, summary
 from pipeline.cli import console
+from pipeline.cli.choice import Chosen, choose, foretold_json, print_choice
 from pipeline.cli.command import Parser, exit_code, graph_named, natural, number, one_of, whole
 from pipeline.cli.flags import Flag, add_flags, given_in
+from pipeline.cli.foretold import (
+    add_assumptions,
+    add_on,
+    assumed_in,
+    foretold,
+    gpus_of,
+    misplaced,
+    print_memory,
+    unknown_times,
+)
 from pipeline.cli.load import GraphFile, in_time, load
+from pipeline.cli.reports import print_reports
+from pipeline.declare.graph import Graph
+from pipeline.declare.interpreter import elsewhere
 from pipeline.errors import GraphError, Problem
+from pipeline.foretell.gpu import Gpus
 from pipeline.plan.plan import Plan
 from pipeline.precedence import typed
 from pipeline.record.runs import consistent
@@ -64,7 +83,7 @@ def _main(argv: list[str]) -> int:
             )
         )
     with in_time(path):
-        file, values = (None, {}) if path.is_dir() else _loaded(path, argv, options)
+        file, values, given = (None, {}, {}) if path.is_dir() else _loaded(path, argv, options)
     if options.cores is not None and not LEAST_CORES <= options.cores <= MOST_CORES:
         raise GraphError(
             Problem(
@@ -74,34 +93,57 @@ def _main(argv: list[str]) -> int:
                 fix="--cores 2",
             )
         )
-    changes = _changes(options)
-    if problems := tuple(range_problems(changes)):
+    changes, gpus = _changes(options), gpus_of(options)
+    if problems := (*range_problems(changes), *misplaced(options, of_a_graph=file is not None)):
         raise GraphError(*problems)
     if file is None:
         with consistent(path):
             return _simulate(recorded(path, cores=options.cores), changes, options)
-    with in_time(path):
-        planned = _planned(file, values)
-    return _simulate(Recording(plan=planned, durations=Durations({}), cores=options.cores), changes, options)
+    with in_time(path), elsewhere() if gpus else nullcontext():
+        choice = choose(file, values, given, gpus, assumed_in(options), changes) if gpus else Chosen(values=values)
+        graph = file.build(choice.values)
+        planned = _planned(graph, gpus)
+        made = foretold(graph, planned, gpus, options) if gpus else None
+        if gpus and made and (problems := tuple(unknown_times(graph, made, gpus, changes.stages))):
+            raise GraphError(*problems)
+    if gpus is None or made is None:
+        return _simulate(Recording(plan=planned, durations=Durations({}), cores=options.cores), changes, options)
+    if options.json:
+        return _simulate(made.recording, changes, options, foretold_json(made, choice))
+    print_choice(choice, gpus, whole=True)
+    print_memory(made, gpus)
+    return _simulate(made.recording, changes, options, tokens=made.tokens)
 
 
-def _simulate(recording: Recording, changes: Changes, options: argparse.Namespace) -> int:
+def _simulate(
+    recording: Recording,
+    changes: Changes,
+    options: argparse.Namespace,
+    more: Mapping[str, Any] = MappingProxyType({}),
+    *,
+    tokens: int = 0,
+) -> int:
+    """Simulate, and print what was found: as JSON with `more`, or as a table, with the speed of a step's `tokens`."""
     seed = options.seed or 0
     changed = simulated(recording, changes, seed=seed)
     measured = analyse(recording.events, recording.plan) if recording.events else None
     if options.json:
-        print(msgspec.json.encode(_as_json(options, recording, measured, *changed)).decode())
+        found = {**_as_json(options, recording, measured, *changed), **more}
+        print(msgspec.json.encode(found).decode())
         return 0
     columns: dict[str, Report] = {"simulated": changed[1]}
     if measured and changes:
         columns = {"simulated as it was": simulated(recording, Changes(), seed=seed)[1], "changed": changed[1]}
-    print_reports(changed[0].name, ({"measured": measured} if measured else {}) | columns, recording.notes)
+    columns = ({"measured": measured} if measured else {}) | columns
+    print_reports(changed[0].name, columns, recording.notes, tokens=tokens)
     return 0
 
 
-def _loaded(path: Path, argv: list[str], options: argparse.Namespace) -> tuple[GraphFile, dict[str, Any]]:
-    """Return a graph file and the values of its parameters. A flag that means the same as a parameter is given to both;
-    a parameter with the name of another flag has a flag with the prefix."""
+def _loaded(
+    path: Path, argv: list[str], options: argparse.Namespace
+) -> tuple[GraphFile, dict[str, Any], dict[str, Any]]:
+    """Return a graph file, the values of its parameters, and those given. A flag that means the same as a parameter is
+    given to both; a parameter with the name of another flag has a flag with the prefix."""
     file, parser = load(path), _parser()
     own = parser.options
     clashing = [flag for flag in file.flags if flag.option in own and not _is_shared(flag)]
@@ -109,11 +151,11 @@ def _loaded(path: Path, argv: list[str], options: argparse.Namespace) -> tuple[G
     parser.graph_file, parser.description = str(path), file.says
     others = [flag for flag in file.flags if flag.option not in own]
     add_flags(parser, (*others, *(replace(flag, prefix=PREFIX) for flag in clashing)))
-    values = {flag.name: flag.default for flag in file.flags} | given_in(parser.parse_args(argv))
+    given = given_in(parser.parse_args(argv))
     for flag in file.flags:
         if _is_shared(flag) and (value := getattr(options, flag.name)) is not None:
-            values[flag.name] = _shared(flag, value)
-    return file, values
+            given[flag.name] = _shared(flag, value)
+    return file, {flag.name: flag.default for flag in file.flags} | given, given
 
 
 def _is_shared(flag: Flag) -> bool:
@@ -152,11 +194,11 @@ def _unset(clashing: Sequence[Flag], options: argparse.Namespace) -> Iterator[Pr
             )
 
 
-def _planned(file: GraphFile, values: Mapping[str, Any]) -> Plan:
-    """Return the plan of a graph file with these values of its parameters."""
+def _planned(graph: Graph, gpus: Gpus | None) -> Plan:
+    """Return the plan of a graph, for these GPUs."""
     from pipeline.plan.planner import plan  # loads networkx, which a recorded run does not need
 
-    planned, warnings = plan(file.build(values))
+    planned, warnings = plan(graph, gpus=gpus.count if gpus else None)
     console.print_problems(warnings)
     return planned
 
@@ -205,6 +247,8 @@ def _pairs(flag: str, given: Sequence[str], pattern: str, example: str, kind: st
 def _parser(*, add_help: bool = True) -> Parser:
     parser = Parser(prog=" ".join(typed("pipeline.simulate")), usage="%(prog)s RUN|GRAPH [flags]", add_help=add_help)
     parser.add_argument("run", nargs="?", help="a run directory, or a Python file with a function graph()")
+    add_on(parser)
+    add_assumptions(parser)
     parser.add_argument("--steps", type=whole, metavar="N", help="steps to simulate; default: as in RUN")
     parser.add_argument(
         "--max-staleness", type=whole, metavar="N", help="maximum age of a sample, in versions; default: as in RUN"
@@ -230,7 +274,11 @@ def _parser(*, add_help: bool = True) -> Parser:
 
 
 def _as_json(
-    options: argparse.Namespace, recording: Recording, measured: Report | None, planned: Plan, report: Report
+    options: argparse.Namespace,
+    recording: Recording,
+    measured: Report | None,
+    planned: Plan,
+    report: Report,
 ) -> dict[str, Any]:
     return {
         "run": options.run,
@@ -245,42 +293,6 @@ def _as_json(
         "measured": summary(measured) if measured else None,
         "notes": recording.notes,
     }
-
-
-def print_reports(name: str, reports: Mapping[str, Report], notes: Sequence[str]) -> None:
-    """Print the reports side by side, then the notes."""
-    from rich.table import Table
-
-    table = Table(name, *reports, box=None, padding=(0, 2, 0, 0))
-    rows = [_rows(report) for report in reports.values()]
-    for label in dict.fromkeys(label for row in rows for label in row):
-        table.add_row(label, *(row.get(label, "-") for row in rows))
-    out = console.console()
-    out.print(table)
-    for column, report in reports.items():
-        out.print(f"{column}: {report.critical_path.sentence}", markup=False)
-    for note in notes:
-        out.print(f"note: {note}", markup=False)
-
-
-def _rows(report: Report) -> dict[str, str]:
-    rows = {
-        "step, mean": f"{report.steps.mean:.3f} s",
-        "step, median": f"{report.steps.median:.3f} s",
-        "first steps": " ".join(f"{seconds:.2f}" for seconds in report.steps.warm_up) + " s",
-    }
-    rows |= {f"{name} busy": f"{100 * share:.0f} %" for name, share in report.utilisation.items()}
-    rows["cores busy"] = f"{report.cores:.2f}"
-    total = sum(report.staleness.samples.values())
-    for age, count in report.staleness.samples.items():
-        rows[f"samples {age} versions old"] = f"{100 * count / total:.1f} %"
-    rows["dropped"] = f"{report.dropped.groups} groups, {100 * report.dropped.share:.1f} %"
-    rows |= {f"dropped: {reason}": str(count) for reason, count in report.dropped.by_reason.items()}
-    for bucket in report.dropped.by_length if report.dropped.groups else ():
-        rows[f"dropped of {bucket.low} to {bucket.high} tokens"] = f"{bucket.dropped} of {bucket.admitted}"
-    for stage, seconds in report.critical_path.by_stage.items():
-        rows[f"on the path: {stage}"] = f"{seconds:.3f} s"
-    return rows
 
 
 if __name__ == "__main__":

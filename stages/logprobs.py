@@ -9,16 +9,20 @@ and their microbatches depend only on this order and on lengths, so the results 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
+
+from msgspec.structs import replace
 
 from pipeline import Field, Graph, Model, Output, Stage, StageContext, Task, WorkerGroup
 from pipeline.declare.columns import Columns
 from pipeline.declare.parameters import at_least, broken, is_number, is_whole
 from pipeline.declare.sharding import Dynamic, Packed, Plain, Shard, Sharding
+from pipeline.declare.work import GpuPart, GpuWork, Load
 from pipeline.errors import Problem, shown
 from stages.backends import Engine, backend_problems, engine, model_problems, one_shard
+from stages.forecast.megatron import Passes, exchanged_bytes, held
 from stages.model_shape import attention_cost
 from stages.rollout import Rollout
 from stages.vocabulary import PREV_LOGPROBS, PROMPT_IDS, REF_LOGPROBS, RESPONSE_IDS
@@ -63,6 +67,27 @@ class _Logprobs(Stage):
         yield from model_problems(self.model)
         yield from scoring_problems(self, graph, self.temperature, self.microbatch)
         yield from broken([_AT_ONCE], self, where=str(self.location), says=f"stage {self.name!r} has {{}}")
+
+    def work(self, load: Load) -> GpuWork | None:
+        """A forward pass over its samples; None unless the backend is megatron. A frozen copy changes places with the
+        trained one, if there is one."""
+        found = self._passes(load).work(load) if load.group.backend == "megatron" else None
+        if found is None or self.model.trainable:
+            return found
+        return replace(found, copied_bytes=exchanged_bytes(self.model, load))
+
+    def memory(self, load: Load) -> Sequence[GpuPart] | None:
+        """The memory of the weights and of a pass; None unless the backend is megatron."""
+        if load.group.backend != "megatron":
+            return None
+        return [*held(self.model, load, trains=False), *self._passes(load).parts(load)]
+
+    def fitting(self, load: Load, room_bytes: float) -> str:
+        """The microbatch whose pass takes at most `room_bytes`."""
+        return self._passes(load).fitting(load, room_bytes)
+
+    def _passes(self, load: Load) -> Passes:
+        return Passes(model=self.model, microbatch=self.microbatch, sharding=self.sharding, samples=len(load.responses))
 
     def setup(self, context: StageContext) -> Callable[[Columns, Task], Output]:
         """Open the backend and its copy of the model."""

@@ -10,7 +10,7 @@ is an error. So an acknowledged version identifies the bytes that generate, by a
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, ClassVar, Literal
@@ -19,8 +19,10 @@ from ops.refit.transports import TRANSPORTS, Transport, is_taken, missing, wrong
 from pipeline import Graph, Model, Output, Stage, StageContext, StageError, Task, WorkerGroup
 from pipeline.declare.calls import required
 from pipeline.declare.task import Rendezvous
+from pipeline.declare.work import GpuPart, GpuWork, Load
 from pipeline.errors import Problem, counted, shown
 from stages.backends import Route, ServedWeights, asked, backend_problems, engine, is_installed, model_problems
+from stages.forecast.shape import HALF, divided
 from stages.vocabulary import SERVED_WEIGHTS, TRAINED_WEIGHTS
 
 if TYPE_CHECKING:
@@ -29,6 +31,9 @@ else:
     TransportName = Literal[("auto", *TRANSPORTS)]  # the type of a recipe's flag
 _TAKEN = ("size_bytes", "offer_ms", "carry_ms")  # the stage's own metrics, besides path_NAME
 NCCL = "nccl.core"
+_COPIES = {  # of the weights: kept by the source, and by the target (benchmarks/results/gpu.refit_matrix.apart.json)
+    "pull": (1.0, 0.0), "messages": (1.0, 0.0), "golden": (1.0, 1.0), "broadcast": (1.9, 0.9), "p2p": (1.5, 0.5),
+}  # fmt: skip
 NEEDS_NCCL, INSTALL_NCCL = "the package nccl4py, which is not installed", "pip install 'sluice[nccl]'"
 
 
@@ -167,6 +172,24 @@ class Refit(Stage):
         if self._share_gpus():
             return TRANSPORTS["messages"]
         return TRANSPORTS["p2p" if self.source.gpus > 0 else "gloo"]
+
+    def work(self, load: Load) -> GpuWork | None:
+        """The weights of the most loaded receiver, read and moved once; None unless both sides have GPUs."""
+        if not self._between_gpus():
+            return None
+        size = HALF * divided(self.model, self.target).weights
+        return GpuWork(kind=f"refit.{'shared' if self._share_gpus() else 'apart'}", moved_bytes=size, passes=1)
+
+    def memory(self, load: Load) -> Sequence[GpuPart]:
+        """The copies that stay between versions, of each side (the column "kept" in docs/benchmarks.md)."""
+        name = self.path(is_near=True).name
+        sides = _COPIES.get(name, _COPIES["golden"])
+        size = HALF * divided(self.model, load.group).weights * sides[load.group.name == self.target.name]
+        return [GpuPart(name="copy for refits", size_bytes=size)] if size else []
+
+    def fitting(self, load: Load, room_bytes: float) -> str:
+        """Nothing: it has no part that lasts for a task."""
+        return ""
 
     def setup(self, context: StageContext) -> Callable[[Rendezvous, Task], Output]:
         """Open the backend. The side determines which copy of the model is meant."""

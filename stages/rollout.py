@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from pipeline import Graph, Model, Output, Stage, StageContext, StageError, Task, WorkerGroup
 from pipeline.declare.columns import Column, Columns, take
 from pipeline.declare.parameters import Rule, at_least, broken, number, truth
+from pipeline.declare.work import Decoding, GpuPart, Load
 from pipeline.errors import Problem, shown
 from stages.backends import (
     Cancelled,
@@ -29,6 +30,7 @@ from stages.backends import (
     model_problems,
     samples_of,
 )
+from stages.forecast import vllm
 from stages.tasks import alphabet_problems
 from stages.vocabulary import (
     MESSAGES,
@@ -131,6 +133,18 @@ class Rollout(Stage):
                         yield output
 
         return run
+
+    def work(self, load: Load) -> Decoding | None:
+        """The decoding of one replica; None unless the backend is vllm."""
+        return vllm.decoding(self.model, load) if load.group.backend == "vllm" else None
+
+    def memory(self, load: Load) -> Sequence[GpuPart] | None:
+        """The memory of the served copy and of the key-value cache; None unless the backend is vllm."""
+        return vllm.memory(self.model, load) if load.group.backend == "vllm" else None
+
+    def fitting(self, load: Load, room_bytes: float) -> str:
+        """Nothing: what it takes depends on its worker group."""
+        return ""
 
     def vocabulary(self, context: StageContext) -> Sequence[bytes]:
         """The bytes of each token of the model's tokenizer, by id."""

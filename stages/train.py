@@ -6,7 +6,7 @@ Train(policy, on=learner, loss=ClippedLoss(clip=(0.2, 0.28), kl=0.001), lr=1e-6,
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -19,6 +19,7 @@ from pipeline.declare.held import Copies, Weighs
 from pipeline.declare.parameters import is_number, is_whole
 from pipeline.declare.saved_model import MODEL, Describes
 from pipeline.declare.sharding import Dynamic, Microbatch, Packed, Shard, Sharding, Update
+from pipeline.declare.work import GpuPart, GpuWork, Load
 from pipeline.errors import Problem, shown
 from stages.backends import (
     Batch,
@@ -30,6 +31,7 @@ from stages.backends import (
     model_problems,
     one_shard,
 )
+from stages.forecast.megatron import Passes, held
 from stages.logprobs import division, scoring_problems, sharding, speed
 from stages.losses import ClippedLoss, PolicyLoss, has_own_formula, loss_problems
 from stages.rollout import Rollout
@@ -235,6 +237,42 @@ class Train(Stage):
         near = int(self.minibatches) if is_number(self.minibatches) else 1
         fix = "minibatches=" + " or ".join(str(number) for number in _divisors(batch, near=near))
         yield what, legal, "minibatches must be equal runs of whole groups", fix
+
+    def work(self, load: Load) -> Sequence[GpuWork] | None:
+        """All updates of a batch, and before them the scoring that `prev` asks for; None unless the backend is
+        megatron."""
+        updates = self._passes(load).work(load) if load.group.backend == "megatron" else None
+        if updates is None or self.prev != OWN or self.minibatches == 1:
+            return None if updates is None else [updates]
+        rest = msgspec.structs.replace(load, responses=load.responses[len(load.responses) // self.minibatches :])
+        again = sharding(self.model, self.on, self.microbatch, minibatches=self.minibatches - 1, equal=True)
+        scored = replace(self._passes(load), sharding=again, training=False, epochs=1).work(rest)
+        return [updates] if scored is None else [scored, updates]
+
+    def memory(self, load: Load) -> Sequence[GpuPart] | None:
+        """The memory of the trained copy, its optimizer and a pass; None unless the backend is megatron."""
+        if load.group.backend != "megatron":
+            return None
+        return [*held(self.model, load, trains=True), *self._passes(load).parts(load)]
+
+    def fitting(self, load: Load, room_bytes: float) -> str:
+        """The microbatch whose pass takes at most `room_bytes`, with activations computed again if only that helps."""
+        passes = self._passes(load)
+        if found := passes.fitting(load, room_bytes):
+            return found
+        again = replace(passes, recompute=True).fitting(load, room_bytes)
+        return f"checkpoint_activations=True, {again}" if again and not passes.recompute else ""
+
+    def _passes(self, load: Load) -> Passes:
+        return Passes(
+            model=self.model,
+            microbatch=self.microbatch,
+            sharding=self.sharding,
+            samples=len(load.responses) // self.minibatches,
+            training=True,
+            recompute=self.checkpoint_activations,
+            epochs=self.epochs,
+        )
 
     def setup(self, context: StageContext) -> TrainRunner:
         """Open the backend, its trained copy of the model, and an optimizer."""

@@ -1,7 +1,7 @@
 """A whole GRPO step on GPUs: vLLM samples, Megatron-core trains; random weights of a real model's shape.
 
 python -m benchmarks.gpu.step [--model 0.6B] [--sampler 1] [--learner 1] [--staleness 0 2] [--colocated] [--peer]
-                              [--transport auto] [--steps 4] [--out FILE]
+                              [--transport auto] [--steps 4] [--record FOLDER] [--out FILE]
 
 Responses have the maximum length, since a random model hardly ever ends one. The table has means over the steps after
 the first: seconds per step and per stage, tokens/s per GPU in rollout (response tokens) and in training (prompt and
@@ -9,8 +9,9 @@ response tokens, previous-policy logprobs included), model FLOP utilization of t
 dense bfloat16 peak), the share of time in which neither engine works, and the mismatch of rollout and trainer logprobs.
 `--colocated` runs sampler and learner on the same GPUs, in turns, and adds the seconds per step in which memory changes
 hands, and the memory in use on a GPU in each turn. These and that share leave out the last step, which ends before its
-refit. `--peer` then runs TRL's GRPOTrainer with vLLM on the same work and one GPU (benchmarks/gpu/trl_step.py). `--cpu`
-tries the script with a tiny model.
+refit. `--record` keeps plan.json and events.jsonl of each run, for benchmarks/gpu/replay.py. `--peer` then runs TRL's
+GRPOTrainer with vLLM on the same work and one GPU (benchmarks/gpu/trl_step.py). `--cpu` tries the script with a tiny
+model.
 
 Aim: neither engine works in under 2 % of a synchronous step.
 """
@@ -28,6 +29,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from benchmarks.gpu.shapes import add_work, model_of
 from benchmarks.report import report
@@ -144,7 +147,8 @@ def turned(turns: list[trace.Turned], steps: int) -> dict[str, Any]:
     return made
 
 
-def main() -> None:
+def flags() -> argparse.ArgumentParser:
+    """The command's flags."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_work(parser)
     parser.add_argument("--sampler", type=int, default=1, help="number of sampling GPUs")
@@ -163,7 +167,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--staleness", type=int, nargs="+", default=[0, 2])
     parser.add_argument("--cpu", action="store_true", help="a tiny model on the CPU, to try the script")
+    parser.add_argument("--record", type=Path, help="keep the record of each run here, in a folder per staleness")
     parser.add_argument("--out", help="write JSON here")
+    return parser
+
+
+def main() -> None:
+    parser = flags()
     options = parser.parse_args()
     if options.steps < 3:
         parser.error(
@@ -178,7 +188,8 @@ def main() -> None:
         policy = Model(model_of(options.model, Path(folder)))
         for staleness in options.staleness:
             rows.append({})
-            run(described(options, staleness, policy), Path(folder) / str(staleness), options, rows, _write)
+            kept = (options.record or Path(folder)) / str(staleness)
+            run(described(options, staleness, policy), kept, options, rows, _write)
         if options.peer:
             rows.append(peer(options, Path(folder)))
             _write(rows, options)
@@ -195,7 +206,9 @@ def run(
     which it is stopped, since the final checkpoint of a large model takes minutes."""
     from pipeline.executors.ray import RayExecutor
 
+    planned = plan(graph)[0]
     run_dir, begun_s = RunDir(folder).create(), time.monotonic()
+    run_dir.plan.write_bytes(msgspec.json.encode(planned))
 
     def note(step: int, metrics: dict[str, float]) -> None:
         print(f"step {step + 1}: {metrics.get('time/step_s', 0.0):.2f} s", flush=True)
@@ -208,7 +221,7 @@ def run(
             raise EnoughError
 
     with suppress(EnoughError):
-        Driver(graph, plan(graph)[0], RayExecutor(), run_dir=run_dir, on_step=note).execute()
+        Driver(graph, planned, RayExecutor(), run_dir=run_dir, on_step=note).execute()
 
 
 class EnoughError(Exception):

@@ -42,6 +42,10 @@ class GraphFile:
         own = None if isinstance(self.function, functools.partial) else self.function.__doc__
         return (own or self.module.__doc__ or "").strip().partition("\n\n")[0]
 
+    def beside(self, name: str) -> Any:
+        """Return what the module that defines graph() calls `name`, or None."""
+        return getattr(plain(self.function), "__globals__", {}).get(name)
+
     def build(self, values: Mapping[str, Any]) -> Graph:
         """Call graph(). Raises GraphError if it raises, or returns anything but a Graph."""
         try:

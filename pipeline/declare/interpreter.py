@@ -10,7 +10,9 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 
 import msgspec
@@ -18,6 +20,23 @@ import msgspec
 from pipeline.precedence import STARTUP, for_another_python
 
 DEADLINE_S = 60.0  # for a process that imports Ray on a busy machine
+_elsewhere = ContextVar("elsewhere", default=False)
+
+
+@contextmanager
+def elsewhere() -> Iterator[None]:
+    """Inside this context, workers are taken to run on another machine, which has what they need:
+    interpreters, packages, the files of models."""
+    token = _elsewhere.set(True)
+    try:
+        yield
+    finally:
+        _elsewhere.reset(token)
+
+
+def is_elsewhere() -> bool:
+    """Return whether workers run on another machine, so that nothing here says what they have."""
+    return _elsewhere.get()
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):

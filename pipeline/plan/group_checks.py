@@ -178,6 +178,8 @@ def group_values(group: WorkerGroup) -> Iterator[Problem]:
 def _interpreter(group: WorkerGroup) -> Iterator[Problem]:
     """Yield why the file of a group's interpreter cannot be one."""
     path = str(group.interpreter)
+    if interpreter.is_elsewhere():
+        return
     if why := interpreter.not_usable(path):
         yield Problem(
             where=str(group.location),

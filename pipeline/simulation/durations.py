@@ -171,6 +171,7 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True):
     checkpoint_s   duration of a checkpoint, during which the driver handles no report
     drop_rate      fraction of the groups that the gate drops
     drop_reason    the reason that it gives
+    turn_s         until a worker group has the memory of GPUs that it shares, by group
     spread         maximum extra time of a target worker in a transfer, as a fraction of the quickest worker's time
     """
 
@@ -181,6 +182,7 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True):
     checkpoint_s: float = 0.0
     drop_rate: float = 0.0
     drop_reason: str = "dropped"
+    turn_s: Mapping[str, float] = {}
     spread: float = 0.0
 
 

@@ -114,8 +114,10 @@ def _changes(recording: Recording, measured: Report) -> Iterator[tuple[str, tupl
     if not any(group.colocated for group in planned.groups):
         yield from _schedules(planned)
     if not recording.one_process:  # if workers take turns in one process, another worker does not help
+        on_cpus = {group.name for group in planned.groups if not group.gpus}  # all GPUs of the machine may be in use
         for name in dict.fromkeys(names[stage].groups[0] for stage in slowest if names[stage].groups):
-            yield _workers(planned, name)
+            if name in on_cpus:
+                yield _workers(planned, name)
 
 
 def _schedules(planned: Plan) -> Iterator[tuple[str, tuple[str, ...], Changes]]:

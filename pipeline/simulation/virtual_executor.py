@@ -13,7 +13,7 @@ from types import MappingProxyType
 from pipeline.declare.handle import KVBatchMeta
 from pipeline.declare.task import Task
 from pipeline.engine.reports import Notice
-from pipeline.plan.plan import Plan
+from pipeline.plan.plan import Plan, PlannedStage
 from pipeline.record import trace
 from pipeline.schedule.events import Event, Landed, Save, Saved
 from pipeline.schedule.scheduler import Scheduler
@@ -78,6 +78,8 @@ class VirtualExecutor:
             stage.name: [edge.field for edge in plan.edges if edge.reader == stage.name and edge.ragged in ragged]
             for stage in plan.stages
         }
+        self._homes = {group.name: group.colocated or group.name for group in plan.groups}
+        self._awake: dict[str, str] = {}  # the group that has the memory of shared GPUs, by their owner
         self._gate = plan.gate.stage if plan.gate else ""
         self._replicas = {group.name: group.replicas for group in plan.groups}
 
@@ -100,10 +102,18 @@ class VirtualExecutor:
         fault = self._faults(task) if self._faults else None
         attempt = Attempt(task, stage, -(-len(groups) * size // shares), tokens, fault)
         self._attempts[task.number] = attempt
-        if delay_s := self._durations.costs.dispatch_s.get(task.stage):
+        if delay_s := self._durations.costs.dispatch_s.get(task.stage, 0.0) + self._turn_s(stage):
             self.clock.after(delay_s, self._workers.begin, attempt)
         else:
             self._workers.begin(attempt)  # reports nothing before virtual time has passed
+
+    def _turn_s(self, stage: PlannedStage) -> float:
+        """Return the seconds until the group of a stage that computes with a model has the memory of its GPUs."""
+        name = stage.groups[-1]
+        if not (stage.uses or stage.updates) or self._awake.get(self._homes[name]) == name:
+            return 0.0
+        self._awake[self._homes[name]] = name
+        return self._durations.costs.turn_s.get(name, 0.0)
 
     def wait(self, timeout_s: float) -> list[VirtualReport | Notice]:
         if self.idle:

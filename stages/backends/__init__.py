@@ -21,7 +21,7 @@ from typing import Any
 from pipeline import Backend, Model, Stage, StageContext, StageError, WorkerGroup
 from pipeline.declare.backend import BACKENDS, Work, description_problems, register
 from pipeline.declare.calls import import_fault, is_async, is_generator
-from pipeline.declare.interpreter import Answer, ask
+from pipeline.declare.interpreter import Answer, ask, is_elsewhere
 from pipeline.declare.parameters import is_whole
 from pipeline.errors import Problem, line_of_code, problems_of, shown
 from stages.backends.interface import (
@@ -270,6 +270,8 @@ def _package_problems(backend: Backend, group: WorkerGroup, has: str) -> Iterato
 
 def asked(packages: Sequence[str], group: WorkerGroup) -> Answer:
     """What the interpreter of a group's workers answers: the group's own one, or else this process's."""
+    if is_elsewhere():
+        return Answer()
     if group.interpreter is None:
         return Answer(missing=tuple(package for package in packages if not is_installed(package)))
     return ask(group.interpreter, packages=packages)
@@ -315,7 +317,9 @@ def _own_checks(backend: Backend, group: WorkerGroup, stage: Stage | None, where
 
 
 def is_installed(package: str) -> bool:
-    """Whether a package can be imported, without importing it."""
+    """Whether a package can be imported, without importing it; of another machine, taken to be so."""
+    if is_elsewhere():
+        return True
     try:
         return importlib.util.find_spec(package) is not None
     except ModuleNotFoundError:  # the package around it is missing
@@ -395,4 +399,4 @@ def _folder_problems(model: Model) -> Iterator[Problem]:
     for file, what, why in faults or weight_faults(folder, config):
         yield Problem(where=where, what=f"{file}: {what}", why=why, fix="save or download the model again")
     yield from code_problems(model)
-    yield from lacking_problems(model)
+    yield from [] if is_elsewhere() else lacking_problems(model)

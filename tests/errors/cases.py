@@ -11,6 +11,10 @@ OTHERWISE = (
 )
 SCORERS = 'WorkerGroup("scorers", {})'
 FILE = 'Prompts("train.jsonl", batch=batch)'
+ON_GPUS = {
+    "sampler": 'WorkerGroup("sampler", backend="vllm", gpus=1)',
+    "learner": 'WorkerGroup("learner", backend="megatron", gpus=1)',
+}
 ROWS = '{"prompt": "1+1=", "answer": "2"}\n'
 
 
@@ -194,6 +198,10 @@ FLAGS = [
     Case("bool_expected", define=FLAGGED, args=("--fast", "maybe")),
     Case("choice_expected", define=FLAGGED, args=("--size", "m")),
     Case("gpus_below_0", define=FLAGGED, args=("--check", "--gpus", "-1")),
+    Case("gpus_that_were_not_measured", args=("--plan", "--on", "a100:8")),
+    Case("gpus_on_which_no_model_is_known", ON_GPUS, at=("policy",), args=("--plan", "--on", "h200:2")),
+    Case("an_assumption_about_no_gpus", args=("--plan", "--assume", "mean=400")),
+    Case("assumptions_that_are_none", args=("--plan", "--on", "h200", "--assume", "mean=0", "--assume", "rows=3")),
     Case("unknown_flag", define=FLAGGED, args=("--stepz", "3")),
     Case("unknown_flag_like_no_other", define=FLAGGED, args=("--quantize=4",)),
     Case("value_is_missing", define=FLAGGED, args=("--steps",)),

@@ -163,6 +163,16 @@ def test_a_change_that_gains_no_more_than_a_smaller_one_is_no_hint(sync):
             assert not {*other.flags} < {*one.flags} or one.times > other.times
 
 
+def test_no_hint_asks_for_gpus_that_the_machine_may_not_have(tmp_path):
+    """Another worker would share the groups of a step, but all GPUs may be in use."""
+    run = write(tmp_path / "run", seconds={"rollout": "0.2/group @ 1"})
+    recording = recording_of(open_run(run))
+    more = [hint for hint in hints(recording, run).hints if "--workers" in hint.flags]
+    groups = tuple(msgspec.structs.replace(group, gpus=group.workers) for group in recording.plan.groups)
+    on_gpus = msgspec.structs.replace(recording, plan=msgspec.structs.replace(recording.plan, groups=groups))
+    assert more and not [hint for hint in hints(on_gpus, run).hints if "--workers" in hint.flags]
+
+
 def test_a_stage_that_has_not_run_is_said_to_take_no_time(tmp_path):
     run = open_run(write(tmp_path / "run", seconds=SLOW_TRAIN))
     events = [event for event in run.events if getattr(event, "stage", "") != "evaluate"]

@@ -36,6 +36,7 @@ from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDi
 from stages.backends.refit.source import peer_lost
 from stages.backends.refit.target import Received
 from stages.backends.vllm.environment import SECOND_RUNNER, passes
+from stages.backends.vllm.limits import FREE_MEMORY
 from stages.backends.vllm.weights import RankAnswer
 
 __all__ = [
@@ -68,7 +69,6 @@ __all__ = [
 
 SecondSampler: Any = importlib.import_module("vllm.v1.worker.gpu.sample.sampler").Sampler  # of the second model runner
 INTERVAL = 16  # tokens per request between two outputs
-FREE_MEMORY = 0.92  # of the free memory of a GPU
 
 
 def computes_on_cpu() -> bool:

@@ -9,6 +9,8 @@ from ops.flops import inner_size
 from pipeline import WorkerGroup
 from pipeline.errors import Problem, counted
 
+FREE_MEMORY = 0.92  # of the free memory of a GPU: an engine takes at most that
+
 
 def problems(group: WorkerGroup, where: str) -> Iterator[Problem]:
     """Reasons why the group cannot sample with vLLM."""

@@ -1,0 +1,152 @@
+"""Time and memory foretold before a run, compared with kept results of GPUs. Needs no GPU.
+
+python -m benchmarks.foretold [--out FILE]
+
+The tables of the GPUs (pipeline/foretell/gpus) were fitted to other results (benchmarks/gpu/tables.py says to which);
+figures that they were fitted to are marked. Seconds per step come from the real scheduler in virtual time, with the
+flags of the kept command; "in use" is what the kept run saw on a GPU when a worker group had just got its memory,
+"peak" what torch had allocated at most during an update.
+
+Aim: seconds per step within 25 %, memory within 10 %.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+from collections.abc import Iterator
+from typing import Any
+
+from benchmarks.gpu import step
+from benchmarks.gpu.mixture import PROMPT
+from benchmarks.gpu.shapes import MIXTURES, SHAPES
+from benchmarks.gpu.tables import RESULTS, load, rows
+from benchmarks.report import report
+from pipeline import Graph, Model, WorkerGroup
+from pipeline.declare.interpreter import elsewhere
+from pipeline.declare.sharding import Packed
+from pipeline.declare.task import Task
+from pipeline.foretell.forecast import Forecast, forecast
+from pipeline.foretell.gpu import table
+from pipeline.foretell.loads import Assumed
+from pipeline.plan.planner import plan
+from pipeline.simulation.recording import simulated
+from pipeline.simulation.whatif import Changes
+from stages import ClippedLoss, Train
+
+STEPS = {  # kept results of whole steps: the GPU, whether Transformer Engine was there
+    "gpu.step.colocated.h200": ("h200", "fused"),
+    "gpu.step.colocated.4B": ("h200", "fused"),
+    "gpu.step.colocated.h100": ("h100", "fused"),
+    "gpu.step.colocated": ("h200", "plain"),
+    "gpu.step.h200": ("h200", "plain"),
+    "gpu.step.4B.sync": ("h200", "plain"),
+    "gpu.step.4B": ("h200", "plain"),
+    "gpu.step": ("h100", "plain"),
+}
+UPDATES = {  # kept results of updates: the model, the samples, the kernels by row
+    "gpu.update.h200": ("0.6B", 128),
+    "gpu.update.rows.h200": ("0.6B", 128),
+    "gpu.mixture": ("30B-A3B-2-layers", 32),
+}
+FITTED = {  # figures that a table, or the memory of a backend, was fitted to
+    "gpu.step": ("rollout s",),
+    "gpu.step.colocated.h200": ("sampler in use GiB", "learner in use GiB"),
+    "gpu.step.colocated.4B": ("learner in use GiB",),
+}
+ENGINES = ("rollout", "prev_logprobs", "train")
+
+
+def foretold(name: str, row: int) -> tuple[Forecast, dict[str, float]]:
+    """A row of a kept result: its forecast, and the foretold seconds of a step and of its stages."""
+    command = json.loads((RESULTS / f"{name}.json").read_text())["command"].split(";")[row]
+    options = step.flags().parse_args(["--prev", "field", *shlex.split(command.partition("benchmarks.gpu.step")[2])])
+    policy = Model("model", config=SHAPES[options.model], alphabet="bytes")
+    graph = step.described(options, rows(name)[row]["max_staleness"], policy)
+    gpu, kernels = STEPS[name]
+    with elsewhere():
+        planned, _ = plan(graph)
+    made = forecast(graph, planned, table(gpu), Assumed(prompt=PROMPT, kernels=kernels))
+    _, seen = simulated(made.recording, Changes(steps=12))
+    return made, {"step": seen.steps.mean} | {name: _alone_s(made, name, graph) for name in ENGINES}
+
+
+def _alone_s(made: Forecast, stage: str, graph: Graph) -> float:
+    """Seconds of a batch in one stage, if nothing else runs."""
+    times, task = made.recording.durations.stages[stage], Task(stage=stage, step=0, groups=tuple(range(graph.batch)))
+    if stage == "rollout":
+        return max(part.work_s for part in times.stream(task, group_size=graph.group_size, seed=0).parts)
+    return times.work(task, samples=0, tokens=0, seed=0).work_s
+
+
+def seconds() -> Iterator[dict[str, Any]]:
+    """A row per figure of whole steps."""
+    for name in STEPS:
+        for number, kept in enumerate(rows(name)):
+            _, found = foretold(name, number)
+            label = f"{name}, k = {kept['max_staleness']}"
+            for part in ("step", *(ENGINES if not kept["max_staleness"] else ENGINES[1:])):
+                figure = f"{part} s"
+                yield _row(label, figure, found[part], kept[figure], figure in FITTED.get(name, ()))
+
+
+def memory() -> Iterator[dict[str, Any]]:
+    """A row per figure of memory."""
+    for name in STEPS:
+        for number, kept in enumerate(rows(name)):
+            made = foretold(name, number)[0] if "sampler awake GiB" in kept else None
+            for group in ("sampler", "learner") if made else ():
+                one = made.memory[group]
+                figure, seen = f"{group} in use GiB", kept[f"{group} awake GiB"]
+                yield _row(name, figure, one.before_bytes / 2**30, seen, figure in FITTED.get(name, ()))
+    for name, (model, samples) in UPDATES.items():
+        for kept in rows(name):
+            yield _row(
+                f"{name}, {kept.get('kernels') or kept['experts']}",
+                "peak GiB",
+                peak_gib(name, model, samples, kept),
+                kept["peak GiB"],
+                name != "gpu.mixture" or kept["experts"] == "grouped",
+            )
+
+
+def peak_gib(name: str, model: str, samples: int, kept: dict[str, Any]) -> float:
+    """What torch allocates at most in an update, foretold."""
+    group = WorkerGroup("learner", backend="megatron", gpus=1)
+    budget = kept.get("tokens/row") or (32960 if "rows" in name else 16384)
+    policy = Model(model, config=(SHAPES | MIXTURES)[model])
+    stage = Train(policy, on=group, loss=ClippedLoss(), lr=1e-6, microbatch=Packed(budget))
+    asked = load(group, samples, 1024, kernels="plain" if kept.get("kernels") == "none" else "fused")
+    outside = ("CUDA", "cached by the allocator")
+    return sum(part.size_bytes for part in stage.memory(asked) or () if part.name not in outside) / 2**30
+
+
+def _row(result: str, figure: str, foretold: float, measured: float, is_fitted: bool) -> dict[str, Any]:
+    return {
+        "result": result,
+        "figure": figure,
+        "foretold": round(foretold, 2),
+        "measured": measured,
+        "error %": round(100 * (foretold / measured - 1), 1),
+        "fitted": "yes" if is_fitted else "",
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", help="write JSON here")
+    options = parser.parse_args()
+    found = [*seconds(), *memory()]
+    unseen = [row for row in found if not row["fitted"]]
+    worst = {unit: max(abs(row["error %"]) for row in unseen if row["figure"].endswith(unit)) for unit in ("s", "GiB")}
+    steps = max(abs(row["error %"]) for row in unseen if row["figure"] == "step s")
+    notes = (
+        f"Largest error of what no table was fitted to: {steps} % of a step, {worst['s']} % of a stage's seconds, "
+        f"{worst['GiB']} % of memory. Aim: steps within 25 %, memory within 10 %."
+    )
+    report("foretold", found, list(found[0]), notes, options.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""Predicts runs on GPUs from the record of a synchronous one, without GPUs.
+
+python -m benchmarks.gpu.replay FOLDER [--out FILE]
+
+FOLDER has the records that `python -m benchmarks.gpu.step --staleness 0 2 --record FOLDER` keeps. The synchronous run
+is simulated as it was, and with the staleness of each other run there, by the scheduler of real runs in virtual time.
+
+Aim: predicted seconds per step within 15 % of the measured ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from benchmarks.report import report
+from pipeline.analysis.report import analyse
+from pipeline.simulation.recording import recorded, simulated
+from pipeline.simulation.whatif import Changes
+
+AIM = 15.0  # %
+
+
+def predicted(folder: Path) -> list[dict[str, Any]]:
+    """A row per record in `folder`."""
+    source, rows = recorded(folder / "0"), []
+    for path in sorted(path for path in folder.iterdir() if path.name.isdecimal()):
+        staleness, real = int(path.name), recorded(path)
+        change = Changes(steps=real.plan.steps, max_staleness=staleness, refit="in_flight") if staleness else Changes()
+        _, found = simulated(source, change)
+        measured = analyse(real.events, real.plan)
+        error = 100 * (found.steps.mean / measured.steps.mean - 1)
+        rows.append(
+            {
+                "max_staleness": staleness,
+                "predicted s": round(found.steps.mean, 3),
+                "measured s": round(measured.steps.mean, 3),
+                "error %": round(error, 1),
+                "within 15 %": "its record" if not staleness else "yes" if abs(error) <= AIM else "NO",
+                "busy, predicted": _busy(found.utilisation),
+                "busy, measured": _busy(measured.utilisation),
+            }
+        )
+    return rows
+
+
+def _busy(shares: dict[str, float]) -> str:
+    return " ".join(f"{name} {100 * share:.0f} %" for name, share in shares.items())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--out", help="write JSON here")
+    options = parser.parse_args()
+    rows = predicted(options.folder)
+    notes = "Predicted from the record of the synchronous run. Aim: within 15 %."
+    report("gpu.replay", rows, list(rows[0]), notes, options.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,185 @@
+"""Chooses what a recipe leaves open for GPUs that are named: the fastest of its choices that fits, as foretold.
+
+A graph file may have a function beside graph(), which yields values of graph()'s parameters to try, plain ones first:
+
+    def choices(gpus: int) -> Iterator[dict[str, object]]:
+        for rows in (8192, 16384):
+            yield {"microbatch": rows, "colocated": gpus == 1}
+
+A flag that is given is never changed.
+"""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from msgspec.structs import replace
+
+from pipeline.cli import console
+from pipeline.cli.flags import spelled
+from pipeline.cli.foretold import memory_summary, unknown_times
+from pipeline.cli.load import GraphFile
+from pipeline.errors import CALLED, GraphError, Problem, SluiceError, is_users, message_of, shown
+from pipeline.foretell.forecast import Forecast, forecast
+from pipeline.foretell.gpu import Gpus
+from pipeline.foretell.loads import Assumed
+from pipeline.foretell.memory import gib
+from pipeline.simulation.recording import simulated
+from pipeline.simulation.whatif import Changes
+
+MOST = 500  # choices
+STEPS = 4  # simulated per choice, after the first ones, which fill the pipeline
+GAIN = 0.01  # by which a later choice must be faster
+REASON = 60  # characters
+NO_CHANGES = Changes()
+
+
+class TooLargeError(GraphError):
+    """A worker group does not fit on its GPUs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tried:
+    """One choice: the values that it sets, and the seconds and tokens/s of a step and the bytes in use of the fullest
+    GPU; or why it cannot be."""
+
+    values: Mapping[str, Any]
+    step_s: float = 0.0
+    tokens_per_s: float = 0.0
+    peak_bytes: float = 0.0
+    why: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chosen:
+    """The values of graph()'s parameters, and what was tried; nothing if the graph file leaves nothing open."""
+
+    values: dict[str, Any]
+    tried: tuple[Tried, ...] = ()
+    best: Tried | None = None
+
+
+def choose(
+    file: GraphFile,
+    values: Mapping[str, Any],
+    given: Container[str],
+    gpus: Gpus,
+    assumed: Assumed,
+    changes: Changes = NO_CHANGES,
+) -> Chosen:
+    """Return the fastest choice of a graph file, of those with the parameters that are `given`; without times, the
+    first one that fits. Raises GraphError if choices() is wrong, or, if none can be, with what is too large in the
+    last choice of which that is all that is wrong, else with what is wrong with the first one."""
+    tried: list[Tried] = []
+    seen: list[dict[str, Any]] = []
+    errors: list[SluiceError] = []
+    for wanted in _choices(file, gpus.count):
+        open_values = {name: value for name, value in wanted.items() if name not in given}
+        if open_values in seen:
+            continue
+        seen.append(open_values)
+        try:
+            tried.append(_tried(file, {**values, **open_values}, open_values, gpus, assumed, changes))
+        except SluiceError as error:
+            errors.append(error)
+            tried.append(Tried(values=open_values, why=_short(error.problems[0].what)))
+    if not tried:
+        return Chosen(values=dict(values))
+    best: Tried | None = None
+    for one in tried:
+        if not one.why and (best is None or one.step_s * (1 + GAIN) < best.step_s):
+            best = one
+    if best is None:
+        raise next((error for error in reversed(errors) if isinstance(error, TooLargeError)), errors[0])
+    return Chosen(values={**values, **best.values}, tried=tuple(tried), best=best)
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= REASON else f"{text[: REASON - 3]}..."
+
+
+def _choices(file: GraphFile, gpus: int) -> Iterator[Mapping[str, Any]]:
+    """Yield what the function choices() beside graph() yields; nothing without one."""
+    function: Callable[[int], Any] | None = file.beside("choices")
+    if function is None:
+        return
+    names = {flag.name for flag in file.flags}
+    try:
+        yielded = function(gpus)
+        found = list(islice(yielded, MOST)) if isinstance(yielded, Iterable) else None
+    except CALLED as error:
+        if not is_users(error):
+            raise
+        raise GraphError(_wrong(file, f"raised {message_of(error)}")) from error
+    if found is None:
+        raise GraphError(_wrong(file, f"returned {shown(yielded)}"))
+    for wanted in found:
+        if not isinstance(wanted, Mapping) or not names.issuperset(wanted):
+            raise GraphError(_wrong(file, f"yielded {shown(wanted)}"))
+        yield wanted
+
+
+def _wrong(file: GraphFile, did: str) -> Problem:
+    return Problem(
+        where=str(file.path),
+        what=f"choices() {did}",
+        why="it yields values of graph()'s parameters to try on the GPUs of --on",
+        fix="def choices(gpus: int): yield {'microbatch': 8192}",
+    )
+
+
+def _tried(
+    file: GraphFile,
+    values: Mapping[str, Any],
+    open_values: Mapping[str, Any],
+    gpus: Gpus,
+    assumed: Assumed,
+    changes: Changes,
+) -> Tried:
+    from pipeline.plan.planner import plan  # loads networkx, which a recorded run does not need
+
+    graph = file.build(values)
+    planned, _ = plan(graph, gpus=gpus.count)
+    made: Forecast = forecast(graph, planned, gpus.gpu, assumed)
+    if made.problems:
+        raise TooLargeError(*made.problems)
+    peak_bytes = max((one.peak_bytes for one in made.memory.values()), default=0.0)
+    if any(unknown_times(graph, made, gpus, changes.stages)):
+        return Tried(values=open_values, step_s=math.inf, peak_bytes=peak_bytes)
+    short = replace(changes, steps=STEPS + planned.ahead)
+    step_s = simulated(made.recording, short)[1].steps.mean
+    return Tried(values=open_values, step_s=step_s, tokens_per_s=made.tokens / step_s, peak_bytes=peak_bytes)
+
+
+def print_choice(choice: Chosen, gpus: Gpus, *, whole: bool) -> None:
+    """Print what was chosen, and as a `whole` what was tried: the flags in which it differs, and what was foretold."""
+    if choice.best is None:
+        return
+    if whole and len(choice.tried) > 1:
+        from rich.table import Table
+
+        first, *others = (one.values for one in choice.tried)
+        differ = [name for name in first if any(other.get(name) != first[name] for other in others)]
+        table = Table("tried", "s/step", "tokens/s", "fullest GPU", box=None, padding=(0, 2, 0, 0))
+        for one in choice.tried:
+            words = worded({name: one.values[name] for name in differ if name in one.values})
+            speed = (f"{one.step_s:.2f}", f"{one.tokens_per_s:,.0f}") if one.tokens_per_s else ("-", "-")
+            table.add_row(words, *speed, one.why or gib(one.peak_bytes), style="bold" if one is choice.best else None)
+        console.console().print(table)
+    print(f"chosen for {gpus.name}:{gpus.count} (flags that are given stay): {worded(choice.best.values)}", flush=True)
+
+
+def worded(values: Mapping[str, Any]) -> str:
+    """Return the flags that set these values."""
+    return shlex.join([word for name, value in values.items() for word in spelled(name, value)])
+
+
+def foretold_json(made: Forecast, choice: Chosen) -> dict[str, Any]:
+    """Return a forecast, and what was chosen for it, as plain values."""
+    best = {} if choice.best is None else choice.best.values
+    return {"tokens_per_step": made.tokens, "memory_bytes": memory_summary(made), "chosen": best}

@@ -1,0 +1,140 @@
+"""Memory of each worker group on one of its GPUs, by part, before a run; and what does not fit. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import msgspec
+
+from pipeline.declare.graph import Graph
+from pipeline.declare.group import WorkerGroup
+from pipeline.declare.stage import Stage
+from pipeline.declare.work import Decoding, GpuPart, Load
+from pipeline.errors import Problem
+from pipeline.foretell.answers import fitting_of, memory_of, work_of
+from pipeline.foretell.gpu import Gpu
+from pipeline.foretell.loads import AssumedLengths
+
+USABLE = 0.98  # of a GPU: the rest is lost to fragments
+
+
+class GroupMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """Memory of a worker group on one GPU. `held` stays between tasks; `passing` is by stage, while a task runs.
+
+    beside_bytes  what groups on the same GPUs keep meanwhile
+    fits          what to write so that a stage's tasks fit on the GPU, by stage
+    unknown       stages whose memory is not known
+    """
+
+    group: WorkerGroup
+    held: Sequence[GpuPart]
+    passing: Mapping[str, Sequence[GpuPart]]
+    beside_bytes: float = 0.0
+    fits: Mapping[str, str] = {}
+    unknown: Sequence[str] = ()
+
+    @property
+    def resting_bytes(self) -> float:
+        """What it keeps while other groups compute."""
+        return sum(part.size_bytes for part in self.held if part.when == "always")
+
+    @property
+    def largest(self) -> str:
+        """The stage whose tasks take most; "" if none takes any."""
+        return max(self.passing, key=lambda name: _sum(self.passing[name]), default="")
+
+    @property
+    def before_bytes(self) -> float:
+        """Bytes in use on a GPU in this group's turn, before a task runs."""
+        return self.beside_bytes + _sum(self.held)
+
+    @property
+    def peak_bytes(self) -> float:
+        """The most bytes in use on a GPU in this group's turn."""
+        return self.before_bytes + _sum(self.passing.get(self.largest, ()))
+
+
+def _sum(parts: Sequence[GpuPart]) -> float:
+    return sum(part.size_bytes for part in parts)
+
+
+def memory(graph: Graph, lengths: AssumedLengths, gpu: Gpu) -> dict[str, GroupMemory]:
+    """Return the memory of each worker group with GPUs, by name. Raises GraphError if a model's shape is not known."""
+    groups = {group.name: group for stage in graph.all_stages() for group in stage.groups() if group.gpus}
+    whole = {name: _group(graph, lengths.load(group, range(graph.batch), gpu)) for name, group in groups.items()}
+    found = {}
+    for name, group in groups.items():
+        beside = sum(whole[other].resting_bytes for other in _partners(group, groups.values()))
+        load = lengths.load(group, range(graph.batch), gpu, room_bytes=gpu.memory_bytes - beside)
+        one = msgspec.structs.replace(_group(graph, load), beside_bytes=beside)
+        room = USABLE * gpu.memory_bytes - one.before_bytes
+        fits = {stage.name: fitting_of(stage, load, room) for stage in graph.all_stages() if stage.name in one.passing}
+        found[name] = msgspec.structs.replace(one, fits=fits)
+    return found
+
+
+def _partners(group: WorkerGroup, groups: Iterable[WorkerGroup]) -> list[str]:
+    """Return the other groups on the same GPUs."""
+    home = (group.colocated or group).name
+    return [other.name for other in groups if other.name != group.name and (other.colocated or other).name == home]
+
+
+def _group(graph: Graph, load: Load) -> GroupMemory:
+    held: dict[str, GpuPart] = {}
+    passing: dict[str, list[GpuPart]] = {}
+    unknown = []
+    for stage in graph.all_stages():
+        if load.group.name in {group.name for group in stage.groups()}:
+            parts = memory_of(stage, load)
+            if parts is None:
+                unknown.append(stage.name)
+                continue
+            held |= {part.name: part for part in parts if part.when != "task"}
+            if own := [part for part in parts if part.when == "task"]:
+                passing[stage.name] = own
+    return GroupMemory(group=load.group, held=list(held.values()), passing=passing, unknown=unknown)
+
+
+def memory_problems(
+    graph: Graph, found: Mapping[str, GroupMemory], lengths: AssumedLengths, gpu: Gpu
+) -> Iterator[Problem]:
+    """Yield a problem for each worker group that does not fit on its GPUs, or whose cache holds no sample."""
+    for one in found.values():
+        room = gpu.memory_bytes - one.beside_bytes
+        load = lengths.load(one.group, range(graph.batch), gpu, room_bytes=room)
+        own = [stage for stage in graph.all_stages() if one.group.name in {group.name for group in stage.groups()}]
+        if no_cache := [problem for stage in own for problem in _no_cache(stage, one, load)]:
+            yield from no_cache
+        elif one.peak_bytes > USABLE * gpu.memory_bytes:
+            yield _too_much(one, next((stage for stage in own if stage.name == one.largest), None), gpu)
+
+
+def _too_much(one: GroupMemory, stage: Stage | None, gpu: Gpu) -> Problem:
+    fix = one.fits.get(one.largest, "")
+    parts = [*one.held, *one.passing.get(one.largest, ())]
+    largest = sorted(parts, key=lambda part: -part.size_bytes)[:3]
+    listed = ", ".join(f"{part.name} {gib(part.size_bytes)}" for part in largest)
+    beside = f", beside {gib(one.beside_bytes)} of other worker groups" if one.beside_bytes else ""
+    return Problem(
+        where=str((stage or one.group).location),
+        what=f"worker group {one.group.name!r} needs {gib(one.peak_bytes)} of a GPU{beside}: {listed}",
+        why=f"{gib(USABLE * gpu.memory_bytes)} of {gib(gpu.memory_bytes)} can be used",
+        fix=f"{fix} in {stage.name!r}" if fix and stage else "more GPUs, with tensor_parallel or pipeline_parallel",
+    )
+
+
+def _no_cache(stage: Stage, one: GroupMemory, load: Load) -> Iterator[Problem]:
+    work = work_of(stage, load) if stage.shape == "stream" else None
+    if isinstance(work, Decoding) and work.most_tokens < load.prompt + load.longest:
+        yield Problem(
+            where=str(one.group.location),
+            what=f"the cache of worker group {one.group.name!r} holds {work.most_tokens:,} tokens, and a sample has up "
+            f"to {load.prompt + load.longest:,}",
+            why=f"it takes {one.group.memory:g} of a GPU at most, and {gib(load.room_bytes)} are left for it",
+            fix="a larger memory= or tensor_parallel=, or GPUs of its own",
+        )
+
+
+def gib(size_bytes: float) -> str:
+    """Format bytes as GiB."""
+    return f"{size_bytes / 2**30:.1f} GiB"

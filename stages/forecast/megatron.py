@@ -1,0 +1,184 @@
+"""Time and memory of the `megatron` backend, from a model's shape: scoring and training.
+
+What a layer keeps for the backward pass, in elements of bfloat16 per token (h hidden, q and k the widths of all query
+and of all key-value heads, f the inner size): the inputs and the results of both norms (4 h), the result of the first
+product (q + 2 k), normed and rotated queries and keys (q + k), attention's result (q), and the feed-forward layer's
+(3 f). In benchmarks/results/gpu.update.h200.json and gpu.update.rows.h200.json the peak grows from one row length to
+the other by that sum and the logits, within 1 %. What plain kernels and experts keep is fitted, to the row "none" of
+the first file and to gpu.mixture.json.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from pipeline import GraphError, Model
+from pipeline.declare.sharding import Dynamic, Packed, Sharding
+from pipeline.declare.work import GpuPart, GpuWork, Load
+from pipeline.errors import Problem
+from stages.forecast.shape import HALF, SINGLE, Divided, divided
+
+OPTIMIZER = 3 * SINGLE  # bytes per weight: a float32 master weight and two moments
+UPDATED = 2 * OPTIMIZER + SINGLE + HALF  # bytes per weight that an update reads and writes
+CONTEXT_BYTES = 0.9 * 2**30  # CUDA and libraries; as CACHED, from "learner asleep" in gpu.step.colocated.h200 and .4B
+CACHED = HALF  # bytes per weight that torch's allocator holds and does not use
+WORKSPACE_BYTES = 0.65 * 2**30  # during a pass; from the peaks of gpu.update.*.json
+ROUND = 64  # tokens
+Microbatch: TypeAlias = int | Dynamic | Packed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Passes:
+    """How a stage passes samples through a model.
+
+    samples    of an update of all ranks
+    training   whether gradients are computed
+    recompute  whether activations are computed again in the backward pass
+    epochs     over the same samples
+    """
+
+    model: Model
+    microbatch: Microbatch
+    sharding: Sharding
+    samples: int
+    training: bool = False
+    recompute: bool = False
+    epochs: int = 1
+
+    def work(self, load: Load) -> GpuWork | None:
+        """Return the work of a task on the busiest rank; None for a mixture of experts, whose time was not measured.
+
+        With a pipeline of p stages a rank also waits for p - 1 passes per update. What ranks send each other is not
+        counted. Raises GraphError if a sample does not fit into a row, or the model's shape is not known.
+        """
+        part = divided(self.model, load.group)
+        shape, times = part.shape, 3 if self.training else 1  # the backward pass is twice the forward pass
+        if shape.experts:
+            return None
+        self._check(load)
+        tokens, passes, updates, lengths, responses = self._rank(load)
+        waits = 1 + (part.pipeline - 1) * updates / passes
+        factor = self.epochs * waits * (4 / 3 if self.training and self.recompute else 1)
+        whole = factor / (part.tensor * part.pipeline * part.context)
+        pairs = sum(n * (n + 1) / 2 for n in lengths)
+        return GpuWork(
+            kind=f"megatron.{'plain.' if load.kernels == 'plain' else ''}{'training' if self.training else 'scoring'}",
+            products=2 * times * (tokens * shape.layer_weights + responses * shape.logit_weights) * whole,
+            attention=4 * times * pairs * shape.layers * shape.heads * shape.head_dim * whole,
+            moved_bytes=times / 3 * tokens * shape.layers * kept(part, "fused") * HALF * whole,
+            vocabulary_bytes=times / 3 * responses * shape.vocab * HALF * self.epochs / (part.tensor * part.context),
+            layers=passes * part.layers * factor,
+            passes=passes * factor,
+            updated_bytes=part.weights * UPDATED / load.ranks * updates * self.epochs if self.training else 0.0,
+        )
+
+    def parts(self, load: Load) -> list[GpuPart]:
+        """Return what a pass takes on a rank while it runs."""
+        tokens = self._tokens(load)
+        size = tokens * self._token_bytes(load)
+        return [
+            GpuPart(name=f"activations and logits of {tokens:,} tokens", size_bytes=size, when="task"),
+            GpuPart(name="workspace", size_bytes=WORKSPACE_BYTES, when="task"),
+        ]
+
+    def largest_row(self, load: Load, room_bytes: float) -> int:
+        """Return the most tokens of a packed row whose pass takes at most `room_bytes` of a GPU, of whole samples if
+        all are as long; 0 if not even the longest sample fits."""
+        longest = load.prompt + load.longest
+        most = max(0, int((room_bytes - WORKSPACE_BYTES) / self._token_bytes(load)))
+        return most // longest * longest if _alike(load) or most < longest else most // ROUND * ROUND
+
+    def fitting(self, load: Load, room_bytes: float) -> str:
+        """Return the microbatch that fits into `room_bytes`, as it is written; "" if none does."""
+        if tokens := self.largest_row(load, room_bytes):
+            if isinstance(self.microbatch, Dynamic | Packed):
+                return f"microbatch={type(self.microbatch).__name__}(tokens={tokens})"
+            return f"microbatch={tokens // (load.prompt + load.longest)}"
+        return ""
+
+    def _rank(self, load: Load) -> tuple[float, float, int, list[int], float]:
+        """Return the tokens, passes and updates of the first rank, as the driver divides the samples, and the lengths
+        and response tokens of its samples."""
+        count, dims = len(load.responses), self.sharding.lengths
+        shard = self.sharding.shards({dims[0]: [load.prompt] * count, dims[1]: load.responses}, load.ranks)[0]
+        mine = [load.responses[i] for i in shard.index]
+        passes = [each for update in shard.updates for each in update.microbatches]
+        tokens = sum(
+            sum(load.prompt + mine[i] for i in each.samples)
+            if shard.packed
+            else len(each.samples) * (each.prompt + each.response)
+            for each in passes
+        )
+        return float(tokens), float(len(passes)), len(shard.updates), [load.prompt + n for n in mine], float(sum(mine))
+
+    def _check(self, load: Load) -> None:
+        longest = load.prompt + max(load.responses)
+        if isinstance(self.microbatch, Dynamic | Packed) and self.microbatch.tokens < longest:
+            raise GraphError(
+                Problem(
+                    where=str(self.model.location),
+                    what=f"a sample of {longest:,} tokens does not fit into microbatch={self.microbatch}",
+                    why=f"prompts are taken to have {load.prompt} tokens",
+                    fix=f"microbatch={type(self.microbatch).__name__}(tokens={longest}), or --assume prompt=TOKENS",
+                )
+            )
+
+    def _tokens(self, load: Load) -> int:
+        """Return the most tokens of a pass, with samples that are as long as they may become."""
+        longest, mine = load.prompt + load.longest, -(-self.samples // load.ranks)
+        if not isinstance(self.microbatch, Dynamic | Packed):
+            return min(self.microbatch or mine, mine) * longest
+        row = self.microbatch.tokens // longest * longest if _alike(load) else self.microbatch.tokens
+        return min(row, mine * longest)
+
+    def _token_bytes(self, load: Load) -> float:
+        """Return the bytes of activations and logits per token of a pass. The first stage of a pipeline of p keeps p
+        passes."""
+        part = divided(self.model, load.group)
+        layer = kept(part, load.kernels) * HALF
+        logits = part.shape.vocab * HALF * (2 if load.kernels == "plain" else 1)
+        found = logits + layer
+        if self.training:
+            layers = part.layers * part.pipeline
+            found = logits + (layer + layers * part.shape.hidden * HALF if self.recompute else layers * layer)
+        return found / part.tensor / part.context
+
+
+def _alike(load: Load) -> bool:
+    """Whether every sample is as long as it may become."""
+    return all(length == load.longest for length in load.responses)
+
+
+def kept(part: Divided, kernels: str) -> float:
+    """Return the elements that a whole layer keeps per token for its backward pass."""
+    shape = part.shape
+    query, key = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    found = 4 * shape.hidden + 3 * query + 3 * key
+    found += shape.chosen * (7 * shape.hidden + 4 * shape.intermediate) if shape.experts else 3 * shape.intermediate
+    if kernels == "plain":  # SwiGLU step by step, key-value heads repeated, rotated queries and keys a second time
+        found += 2 * shape.intermediate + 3 * query - key
+    return found
+
+
+def held(model: Model, load: Load, *, trains: bool) -> list[GpuPart]:
+    """Return what a model holds on a rank between tasks."""
+    weights = divided(model, load.group).weights
+    shares = load.ranks * load.group.context_parallel  # of the distributed optimizer
+    parts = [
+        GpuPart(name="CUDA", size_bytes=CONTEXT_BYTES),
+        GpuPart(name=f"weights of {model.source}", size_bytes=HALF * weights),
+    ]
+    if trains:
+        parts += [
+            GpuPart(name="master weights and moments", size_bytes=OPTIMIZER * weights / shares),
+            GpuPart(name="cached by the allocator", size_bytes=CACHED * weights),
+            GpuPart(name="gradients", size_bytes=SINGLE * weights, when="dropped"),
+        ]
+    return parts
+
+
+def exchanged_bytes(model: Model, load: Load) -> float:
+    """Return the bytes between GPU and host of one scoring with frozen weights: they and the trained ones change places
+    before it and after it."""
+    return 4 * HALF * divided(model, load.group).weights

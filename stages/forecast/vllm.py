@@ -1,0 +1,52 @@
+"""Time and memory of the `vllm` backend: sampling token by token, from a model's shape."""
+
+from __future__ import annotations
+
+from pipeline import Model
+from pipeline.declare.work import Decoding, GpuPart, Load
+from stages.backends.vllm.limits import FREE_MEMORY
+from stages.forecast.shape import HALF, Divided, divided
+
+RESIDUE_BYTES = 3.0 * 2**30  # CUDA and its graphs; memory=0.85 minus (awake - asleep) in gpu.step.colocated.h200
+BUFFERS_BYTES = 2.0 * 2**30  # activations and logits of the largest step
+
+
+def decoding(model: Model, load: Load) -> Decoding | None:
+    """Return the work of one replica; None for a mixture of experts, whose time was not measured."""
+    part = divided(model, load.group)
+    if part.shape.experts:
+        return None
+    read = (part.shape.layer_weights + part.shape.logit_weights) / part.tensor
+    each = cache_bytes(part, load)
+    return Decoding(
+        kind="vllm.sampling",
+        weights_bytes=HALF * read,
+        products=2 * read,
+        cache_bytes=each,
+        most_tokens=max(0, int(room_of_cache(part, load) / each)),
+    )
+
+
+def cache_bytes(part: Divided, load: Load) -> float:
+    """Bytes of keys and values of one token on one GPU; ranks beyond the key-value heads hold the same heads."""
+    heads = -(-part.shape.kv_heads // part.tensor)
+    return 2.0 * part.shape.layers * heads * part.shape.head_dim * (1 if load.group.cache == "fp8" else HALF)
+
+
+def room_of_cache(part: Divided, load: Load) -> float:
+    """Bytes that an engine leaves for its cache; negative if it does not fit."""
+    share = min(load.group.memory * load.gpu_bytes, FREE_MEMORY * load.room_bytes)
+    return share - RESIDUE_BYTES - BUFFERS_BYTES - HALF * part.weights
+
+
+def memory(model: Model, load: Load) -> list[GpuPart]:
+    """Return the memory of one rank. It is awake with all that it may take, and keeps little when it sleeps."""
+    part = divided(model, load.group)
+    cache = max(0.0, room_of_cache(part, load))
+    tokens = int(cache / cache_bytes(part, load))
+    return [
+        GpuPart(name="CUDA and its graphs", size_bytes=RESIDUE_BYTES),
+        GpuPart(name=f"weights of {model.source}", size_bytes=HALF * part.weights, when="moved"),
+        GpuPart(name="buffers", size_bytes=BUFFERS_BYTES, when="dropped"),
+        GpuPart(name=f"key-value cache, {tokens:,} tokens", size_bytes=cache, when="dropped"),
+    ]

@@ -1,0 +1,162 @@
+"""What is chosen for GPUs that are named: the fastest choice that fits, never a flag that is given."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.gpu.shapes import SHAPES
+from pipeline import GraphError, run, simulate
+from pipeline.cli.choice import Chosen, choose, print_choice
+from pipeline.cli.load import load
+from pipeline.declare.interpreter import elsewhere
+from pipeline.foretell.gpu import asked
+from pipeline.foretell.loads import Assumed
+from stages.backends import is_installed
+from tests.optional import required
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+OWN = """
+from benchmarks.gpu.shapes import SHAPES
+from tests.unit.test_foretold import described
+
+def choices(gpus: int):
+    {choices}
+
+def graph(row: int = 8192, trainers: int = 1):
+    return described(row=row, gpus=trainers, batch=128, colocated=True)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder with the configs of two models, and a data set."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("0.6B", "4B"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(SHAPES[name]))
+    (tmp_path / "train.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    return tmp_path
+
+
+def chosen(path: Path, gpus: str = "h200:1", **given: object) -> Chosen:
+    file = load(path)
+    values = {flag.name: flag.default for flag in file.flags} | given
+    with elsewhere():
+        return choose(file, values, given, asked(gpus), Assumed())
+
+
+def grpo(gpus: str = "h200:1", **given: object) -> Chosen:
+    return chosen(REPOSITORY / "graphs" / "grpo.py", gpus, **given)
+
+
+def own(folder: Path, choices: str) -> Path:
+    path = folder / "own.py"
+    path.write_text(OWN.format(choices=choices))
+    return path
+
+
+def test_one_gpu_is_shared_and_rows_are_as_long_as_pays(folder):
+    small, large = grpo(model="0.6B"), grpo(model="4B")
+    for found in (small, large):
+        assert found.values["colocated"] and found.values["sampler_gpus"] == found.values["learner_gpus"] == 1
+        assert (found.values["generator"], found.values["trainer"]) == ("vllm", "megatron")
+    assert large.values["microbatch"] == 12288
+    assert all(one.why.startswith("worker group 'learner' needs") for one in large.tried[2:])  # longer rows do not fit
+    assert small.values["microbatch"] > large.values["microbatch"]
+
+
+def test_the_choice_is_the_fastest_that_was_tried(folder):
+    found = grpo("h200:2", model="0.6B")
+    assert len(found.tried) == 22
+    fits = [one for one in found.tried if not one.why]
+    assert found.best is not None and found.best.step_s <= 1.01 * min(one.step_s for one in fits)
+    assert found.best.values.items() <= found.values.items()
+
+
+def test_a_flag_that_is_given_stays(folder):
+    found = grpo("h200:2", model="0.6B", colocated=False, microbatch=10000)
+    assert found.values["microbatch"] == 10000 and not found.values["colocated"]
+    assert all("microbatch" not in one.values and "colocated" not in one.values for one in found.tried)
+
+
+def test_a_step_ahead_is_never_chosen_in_turns(folder):
+    found = grpo("h200:2", model="0.6B", max_staleness=1, microbatch=8192)
+    assert not found.values["colocated"]
+    assert any("has colocated=" in one.why for one in found.tried)
+
+
+def test_without_times_the_first_that_fits_is_taken(folder):
+    found = grpo(model="0.6B", generator="torch")
+    assert found.best == found.tried[0] and found.best.tokens_per_s == 0
+
+
+def test_a_partial_graph_has_the_choices_of_its_own_module(folder):
+    path = REPOSITORY / "graphs" / "grpo_async.py"
+    assert chosen(path, "h200:2", model="0.6B", microbatch=8192).values["sampler_gpus"] == 1
+
+
+def test_a_graph_without_choices_keeps_its_defaults(folder):
+    path = folder / "bare.py"
+    path.write_text(OWN.format(choices="pass").replace("def choices", "def _choices"))
+    assert chosen(path, "h200:2") == Chosen(values={"row": 8192, "trainers": 1})
+
+
+@pytest.mark.parametrize(
+    ("choices", "says"),
+    [
+        ("yield {'rows': 1}", "choices() yielded {'rows': 1}"),
+        ("yield 3", "choices() yielded 3"),
+        ("raise KeyError('gpu')", "choices() raised KeyError"),
+        ("return None", "choices() returned None"),
+    ],
+)
+def test_choices_that_are_none_get_one_clear_error(folder, choices, says):
+    with pytest.raises(GraphError) as raised:
+        chosen(own(folder, choices))
+    assert len(raised.value.problems) == 1 and says in raised.value.problems[0].what
+
+
+def test_if_no_choice_can_be_the_first_one_says_why(folder):
+    with pytest.raises(GraphError, match="4 GPUs; that group has 1"):
+        chosen(own(folder, "yield {'trainers': 4}\n    yield {'trainers': 5}"))
+
+
+def test_if_every_choice_is_too_large_it_says_so(folder):
+    with pytest.raises(GraphError, match="'learner' needs"):
+        grpo("h100:1", model="4B", max_tokens=16000)  # the first choice has rows that are too short for a sample
+
+
+def test_a_graph_without_gpus_is_not_foretold(folder):
+    with pytest.raises(GraphError, match="no worker group of 'grpo' has GPUs"):
+        grpo("h100:1", model="0.6B", sampler_gpus=0, learner_gpus=0, colocated=False)
+
+
+def test_the_commands_print_what_they_choose(folder, capsys):
+    flags = [str(REPOSITORY / "graphs" / "grpo.py"), "--on", "h200:2", "--model", "0.6B"]
+    assert run.main([*flags, "--plan", "--no-colocated"]) == 0
+    planned = capsys.readouterr().out
+    line = next(line for line in planned.splitlines() if line.startswith("chosen for h200:2"))
+    assert "--generator vllm --trainer megatron" in line and "tried" not in planned
+    assert simulate.main([*flags, "--steps", "3", "--microbatch", "8192"]) == 0
+    simulated = capsys.readouterr().out
+    assert "chosen for h200:2" in simulated and "s/step" in simulated
+    assert simulate.main([*flags, "--steps", "3", "--microbatch", "8192", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["chosen"]["trainer"] == "megatron"
+
+
+def test_a_run_that_does_not_fit_is_refused_before_it_starts(folder, capsys):
+    for part, package in (("vllm", "vllm"), ("megatron", "megatron.core")):
+        if not is_installed(package):
+            required(part, package)
+    path = own(folder, "yield {}")
+    assert run.main([str(path), "--on", "h200:1", "--row", "400000"]) == 2
+    assert "Fix: microbatch=Packed(tokens=" in capsys.readouterr().err
+    assert not (folder / "runs").exists()
+
+
+def test_nothing_is_printed_if_nothing_was_open(capsys):
+    print_choice(Chosen(values={}), asked("h200:1"), whole=True)
+    assert capsys.readouterr().out == ""
