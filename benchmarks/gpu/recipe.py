@@ -1,11 +1,12 @@
 """What a user of the recipe gets: `graphs/grpo.py` as it comes, on one GPU, beside a graph that was written for it.
 
-python -m benchmarks.gpu.recipe [--model 0.6B] [--budget 32960] [--only "as it comes"] [--steps 3] [--out FILE]
+python -m benchmarks.gpu.recipe [--model 0.6B] [--budget 32960] [--only "as it comes"] [--steps 3] [--on h200]
+                                [--out FILE]
 
-Both do the same work in turns on one GPU: vLLM samples, Megatron-core scores with the frozen weights and trains, with two
-updates per step. The recipe gets the flags that its help names for that, and chooses everything else itself; the other
-graph (benchmarks/gpu/step.py) has packed rows of `--budget` tokens, as were measured to be the fastest that fit.
-`--cpu` tries the script with a tiny model.
+Both do the same work in turns on one GPU: vLLM samples, Megatron-core scores with the frozen weights and trains, with
+two updates per step. The recipe is told the work and the GPU (`python -m pipeline.run graphs/grpo.py --on h200:1`), and
+chooses the rest itself; the other graph (benchmarks/gpu/step.py) has packed rows of `--budget` tokens, as were measured
+to be the fastest that fit. `--cpu` tries the script with a tiny model.
 
 Aim: the recipe has at least 90 % of the other graph's tokens/s.
 """
@@ -23,31 +24,38 @@ from benchmarks.gpu.step import described, run
 from benchmarks.report import report
 from graphs import grpo
 from pipeline import Graph, Model
+from pipeline.cli.choice import choose, print_choice
+from pipeline.cli.load import load
 from pipeline.declare.group import CACHES
+from pipeline.foretell.gpu import asked
+from pipeline.foretell.loads import Assumed
 
 KL = 0.001
 RECIPE, TUNED = "as it comes", "tuned by hand"
 
 
 def recipe(options: argparse.Namespace, model: str, folder: Path) -> Graph:
-    """The recipe, with the flags of the work only."""
+    """The recipe, with the flags of the work; what it leaves open is chosen for the GPU."""
     data = folder / "train.jsonl"
     rows = ({"prompt": f"{i}+{i}=", "answer": str(2 * i)} for i in range(10 * options.groups))
     data.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    gpus: dict[str, Any] = {} if options.cpu else {"sampler_gpus": 1, "learner_gpus": 1, "colocated": True}
-    return grpo.graph(
-        model=model,
-        data=str(data),
-        generator="vllm",
-        trainer="megatron",
-        steps=options.steps + 1,
-        prompts_per_step=options.groups,
-        samples_per_prompt=options.samples,
-        max_tokens=options.tokens,
-        minibatches=2,
-        kl=KL,
-        **gpus,
-    )
+    given = {
+        "model": model,
+        "data": str(data),
+        "steps": options.steps + 1,
+        "prompts_per_step": options.groups,
+        "samples_per_prompt": options.samples,
+        "max_tokens": options.tokens,
+        "minibatches": 2,
+        "kl": KL,
+    }
+    file = load(Path(grpo.__file__))
+    values = {flag.name: flag.default for flag in file.flags} | given
+    if options.cpu:
+        return file.build(values | {"generator": "vllm", "trainer": "megatron"})
+    choice = choose(file, values, given, asked(options.on), Assumed())
+    print_choice(choice, asked(options.on), whole=True)
+    return file.build(choice.values)
 
 
 def main() -> None:
@@ -56,6 +64,7 @@ def main() -> None:
     parser.add_argument("--budget", type=int, default=32960, help="tokens per packed row of the other graph")
     parser.add_argument("--memory", type=float, default=0.85, help="share of the GPU for the other graph's sampler")
     parser.add_argument("--cache", choices=CACHES, default="auto", help="number format of that sampler's cache")
+    parser.add_argument("--on", default="h200", help="the GPU that the recipe is told")
     parser.add_argument("--only", choices=(RECIPE, TUNED), help="run only this one")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--cpu", action="store_true", help="a tiny model on the CPU, to try the script")
