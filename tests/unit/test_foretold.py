@@ -210,6 +210,18 @@ def test_a_cache_of_8_bits_holds_twice_as_many_tokens_and_is_read_in_half_the_ti
     assert narrow.most_tokens == pytest.approx(2 * wide.most_tokens, rel=1e-6)
 
 
+def test_a_shared_prompt_is_computed_once():
+    stage = next(stage for stage in described(row=16 * 1030).stages if isinstance(stage, Train))
+    short, load = tables.load(stage.on, 256, 1024), replace(tables.load(stage.on, 256, 1024), prompt=1000)
+    apart = dataclasses.replace(stage, microbatch=Packed(16 * 1030, shared=False))
+    ((shared,), (alone,), (small,)) = (one.work(each) for one, each in ((stage, load), (apart, load), (stage, short)))
+    assert shared.products < 0.75 * alone.products and shared.attention < alone.attention
+    assert shared.vocabulary_bytes == alone.vocabulary_bytes
+    assert small == apart.work(short)[0]  # sharing so little does not pay
+    held = [sum(part.size_bytes for part in one.memory(load)) for one in (stage, apart)]
+    assert held[0] >= held[1]  # rows hold no whole samples, so they may be full
+
+
 def test_an_evaluation_samples_its_own_prompts_every_so_many_steps():
     graph = described()
     rollout = graph.stages[0]
