@@ -12,12 +12,16 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from msgspec.structs import replace
+
 from ops.rewards import exact_match
 from pipeline import Graph, Model, Output, Stage, StageContext, Task, WorkerGroup
 from pipeline.declare.columns import Columns
 from pipeline.declare.parameters import at_least, broken
+from pipeline.declare.work import Decoding, GpuPart, Load
 from pipeline.errors import Problem, shown
 from stages.backends import Generation, Sampling, backend_problems, engine, model_problems
+from stages.forecast import vllm
 from stages.reward import function_problems
 from stages.scoring import AsyncCalls, RewardFunction, Scorer, fields_of, name_of, where_of
 from stages.sources import Dataset
@@ -104,6 +108,22 @@ class Evaluate(Stage):
         yield from found
         if not found:
             yield from source_problems(self.source, self._layout(), where)
+
+    def work(self, load: Load) -> Decoding | None:
+        """The decoding of its prompts, with responses like those of the step; None unless the backend is vllm."""
+        found = vllm.decoding(self.model, load) if load.group.backend == "vllm" else None
+        if found is None:
+            return None
+        mean = min(self.max_tokens, round(fmean(load.responses)))
+        return replace(found, responses=(mean,) * self.prompts)
+
+    def memory(self, load: Load) -> Sequence[GpuPart] | None:
+        """The memory of the served copy and of the key-value cache; None unless the backend is vllm."""
+        return vllm.memory(self.model, load) if load.group.backend == "vllm" else None
+
+    def fitting(self, load: Load, room_bytes: float) -> str:
+        """Nothing: what it takes depends on its worker group."""
+        return ""
 
     def _layout_problems(self, where: str) -> Iterator[Problem]:
         """Check the parameters, without reading a row."""

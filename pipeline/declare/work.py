@@ -84,6 +84,7 @@ class Decoding(msgspec.Struct, frozen=True, kw_only=True):
     products       floating point operations of matrix products, per token
     cache_bytes    of the key-value cache per token, read in every step of its sequence
     most_tokens    tokens for which the cache has room
+    responses      tokens of each response, if they are not those of the step: one for each prompt of its own
     """
 
     kind: str
@@ -91,6 +92,7 @@ class Decoding(msgspec.Struct, frozen=True, kw_only=True):
     products: float
     cache_bytes: float
     most_tokens: int
+    responses: Sequence[int] = ()
 
 
 class GpuPart(msgspec.Struct, frozen=True, kw_only=True):

@@ -29,7 +29,7 @@ def work_of(stage: Stage, load: Load) -> Sequence[GpuWork] | Decoding | None:
     parts = found if isinstance(found, list | tuple) else () if found is None else (found,)
     alike = (len(parts) == 1 and isinstance(parts[0], Decoding)) or all(isinstance(part, GpuWork) for part in parts)
     _check(stage, "work", found, alike, "a GpuWork, a list of them, or a Decoding")
-    sizes = [value for part in parts for value in asdict(part).values() if not isinstance(value, str)]
+    sizes = [value for part in parts for name, value in asdict(part).items() if name not in ("kind", "responses")]
     _check(stage, "work", found, all(is_number(size) and size >= 0 for size in sizes), "amounts of 0 or more")
     return found if isinstance(found, Decoding) else None if found is None else parts
 

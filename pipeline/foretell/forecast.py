@@ -62,19 +62,24 @@ class ForetoldTimes:
     def work(self, task: Task, *, samples: int, tokens: int, seed: int) -> Work:
         """Return the work of a map or a transfer: its GPU is busy."""
         found = self._work_of(task.groups, self._group.data_parallel if task.replica is None else 1)
-        parts = () if found is None or isinstance(found, Decoding) else found
-        took_s = sum(seconds(part, self._gpu.rates.get(part.kind, {})) for part in parts)
-        return Work(0.0, took_s / self._speed, 1.0)
+        own = found.responses if isinstance(found, Decoding) else ()
+        return Work(0.0, max(self._ends_s(found, [[length] for length in own]), default=0.0), 1.0)
 
     def stream(self, task: Task, *, group_size: int, seed: int) -> StreamWork:
         """Return the work of a stream: each group is finished with its longest response."""
         found, lengths = self._work_of(task.groups, 1), [self._lengths.of(group) for group in task.groups]
         longest = tuple(max(each) for each in lengths)
-        if not isinstance(found, Decoding):
-            return StreamWork([StreamPart(0.0, 0.0, tuple(range(len(lengths))))], 1.0, longest)
-        ends_s = finished(found, self._gpu.rates[found.kind], self._lengths.assumed.prompt, lengths)
-        parts = [StreamPart(end_s / self._speed, 0.0, (i,)) for i, end_s in enumerate(ends_s)]
+        parts = [StreamPart(end_s, 0.0, (i,)) for i, end_s in enumerate(self._ends_s(found, lengths))]
         return StreamWork(merged(parts), 1.0, longest)
+
+    def _ends_s(self, work: Sequence[GpuWork] | Decoding | None, groups: Sequence[Sequence[int]]) -> list[float]:
+        """Return when each group of responses is finished, or the end of work that is not decoding, once per group."""
+        rates = self._gpu.rates
+        if isinstance(work, Decoding):
+            ends_s = finished(work, rates[work.kind], self._lengths.assumed.prompt, groups)
+            return [end_s / self._speed for end_s in ends_s]
+        took_s = sum(seconds(part, rates.get(part.kind, {})) for part in work or ())
+        return [took_s / self._speed] * max(1, len(groups))
 
     def faster(self, factor: float) -> ForetoldTimes:
         """Return a copy with all durations divided by `factor`."""

@@ -57,11 +57,10 @@ class Passes:
         if shape.experts:
             return None
         self._check(load)
-        tokens, passes, updates, lengths, responses = self._rank(load)
+        tokens, passes, updates, pairs, responses = self._rank(load)
         waits = 1 + (part.pipeline - 1) * updates / passes
         factor = self.epochs * waits * (4 / 3 if self.training and self.recompute else 1)
         whole = factor / (part.tensor * part.pipeline * part.context)
-        pairs = sum(n * (n + 1) / 2 for n in lengths)
         return GpuWork(
             kind=f"megatron.{'plain.' if load.kernels == 'plain' else ''}{'training' if self.training else 'scoring'}",
             products=2 * times * (tokens * shape.layer_weights + responses * shape.logit_weights) * whole,
@@ -84,10 +83,10 @@ class Passes:
 
     def largest_row(self, load: Load, room_bytes: float) -> int:
         """Return the most tokens of a packed row whose pass takes at most `room_bytes` of a GPU, of whole samples if
-        all are as long; 0 if not even the longest sample fits."""
+        rows hold nothing else; 0 if not even the longest sample fits."""
         longest = load.prompt + load.longest
         most = max(0, int((room_bytes - WORKSPACE_BYTES) / self._token_bytes(load)))
-        return most // longest * longest if _alike(load) or most < longest else most // ROUND * ROUND
+        return most // longest * longest if self._whole(load) or most < longest else most // ROUND * ROUND
 
     def fitting(self, load: Load, room_bytes: float) -> str:
         """Return the microbatch that fits into `room_bytes`, as it is written; "" if none does."""
@@ -97,11 +96,12 @@ class Passes:
             return f"microbatch={tokens // (load.prompt + load.longest)}"
         return ""
 
-    def _rank(self, load: Load) -> tuple[float, float, int, list[int], float]:
-        """Return the tokens, passes and updates of the first rank, as the driver divides the samples, and the lengths
-        and response tokens of its samples."""
+    def _rank(self, load: Load) -> tuple[float, float, int, float, float]:
+        """Return the tokens, passes and updates of the first rank, as the driver divides the samples, the pairs of
+        tokens of its attention, and the response tokens of its samples. A prompt that samples share counts once."""
         count, dims = len(load.responses), self.sharding.lengths
-        shard = self.sharding.shards({dims[0]: [load.prompt] * count, dims[1]: load.responses}, load.ranks)[0]
+        lengths = {dims[0]: [load.prompt] * count, dims[1]: load.responses}
+        shard = self.sharding.shards(lengths, load.ranks, [load.group_size] * (count // load.group_size))[0]
         mine = [load.responses[i] for i in shard.index]
         passes = [each for update in shard.updates for each in update.microbatches]
         tokens = sum(
@@ -110,7 +110,9 @@ class Passes:
             else len(each.samples) * (each.prompt + each.response)
             for each in passes
         )
-        return float(tokens), float(len(passes)), len(shard.updates), [load.prompt + n for n in mine], float(sum(mine))
+        spared = shard.spared([load.prompt] * len(mine))
+        pairs = sum(_pairs(load.prompt + n) for n in mine) - sum(map(_pairs, spared))
+        return float(tokens - sum(spared)), float(len(passes)), len(shard.updates), pairs, float(sum(mine))
 
     def _check(self, load: Load) -> None:
         longest = load.prompt + max(load.responses)
@@ -129,8 +131,16 @@ class Passes:
         longest, mine = load.prompt + load.longest, -(-self.samples // load.ranks)
         if not isinstance(self.microbatch, Dynamic | Packed):
             return min(self.microbatch or mine, mine) * longest
-        row = self.microbatch.tokens // longest * longest if _alike(load) else self.microbatch.tokens
+        row = self.microbatch.tokens // longest * longest if self._whole(load) else self.microbatch.tokens
         return min(row, mine * longest)
+
+    def _whole(self, load: Load) -> bool:
+        """Whether rows hold whole samples and nothing else: every one is as long as it may become, and sharing prompts
+        does not spare the twentieth of the tokens for which the driver does it."""
+        spared, count = load.prompt * (load.group_size - 1), load.group_size * (load.prompt + load.longest)
+        return all(length == load.longest for length in load.responses) and not (
+            self.sharding.shares and spared > count / 20
+        )
 
     def _token_bytes(self, load: Load) -> float:
         """Return the bytes of activations and logits per token of a pass. The first stage of a pipeline of p keeps p
@@ -145,9 +155,9 @@ class Passes:
         return found / part.tensor / part.context
 
 
-def _alike(load: Load) -> bool:
-    """Whether every sample is as long as it may become."""
-    return all(length == load.longest for length in load.responses)
+def _pairs(tokens: int) -> float:
+    """Return the pairs of a query and a key in causal attention."""
+    return tokens * (tokens + 1) / 2
 
 
 def kept(part: Divided, kernels: str) -> float:

@@ -19,6 +19,7 @@ from benchmarks.gpu.shapes import MIXTURES, SHAPES
 from pipeline import Graph, GraphError, Model, Schedule, WorkerGroup, run, simulate
 from pipeline.declare.interpreter import elsewhere
 from pipeline.declare.sharding import Packed
+from pipeline.declare.task import Task
 from pipeline.declare.work import Decoding, GpuPart, GpuWork
 from pipeline.foretell.forecast import Forecast, forecast
 from pipeline.foretell.gpu import asked, known, table
@@ -28,7 +29,19 @@ from pipeline.foretell.seconds import finished, seconds
 from pipeline.plan.planner import plan
 from pipeline.simulation.recording import simulated
 from pipeline.simulation.whatif import Changes
-from stages import Advantage, ClippedLoss, Generated, PrevLogprobs, Prompts, Refit, Reward, Rollout, Train, TruncatedIS
+from stages import (
+    Advantage,
+    ClippedLoss,
+    Evaluate,
+    Generated,
+    PrevLogprobs,
+    Prompts,
+    Refit,
+    Reward,
+    Rollout,
+    Train,
+    TruncatedIS,
+)
 from tests.examples import few
 
 RATES = {"products": 10.0, "attention": 5.0, "moved_bytes": 2.0, "layers": 4.0, "passes": 1.0, "updated_bytes": 8.0}
@@ -180,10 +193,8 @@ def test_tensor_and_context_parallel_ranks_divide_products_and_logits_but_launch
 def test_a_trainer_without_scored_samples_scores_all_but_the_first_minibatch():
     graph = described(row=16 * 1030)
     field = next(stage for stage in graph.stages if isinstance(stage, Train))
-    load, prev = (
-        tables.load(field.on, 256, 1024),
-        next(stage for stage in graph.stages if isinstance(stage, PrevLogprobs)),
-    )
+    load = tables.load(field.on, 256, 1024)
+    prev = next(stage for stage in graph.stages if isinstance(stage, PrevLogprobs))
     scored, updates = dataclasses.replace(field, prev="own").work(load)
     assert [updates] == field.work(load) and scored.kind == "megatron.scoring"
     assert scored.products == prev.work(load).products / 2 and scored.passes == prev.work(load).passes / 2
@@ -197,6 +208,31 @@ def test_a_cache_of_8_bits_holds_twice_as_many_tokens_and_is_read_in_half_the_ti
     wide, narrow = (one.work(tables.load(one.on, 256, 1024)) for one in (full, half))
     assert narrow.cache_bytes == wide.cache_bytes / 2
     assert narrow.most_tokens == pytest.approx(2 * wide.most_tokens, rel=1e-6)
+
+
+def test_a_shared_prompt_is_computed_once():
+    stage = next(stage for stage in described(row=16 * 1030).stages if isinstance(stage, Train))
+    short, load = tables.load(stage.on, 256, 1024), replace(tables.load(stage.on, 256, 1024), prompt=1000)
+    apart = dataclasses.replace(stage, microbatch=Packed(16 * 1030, shared=False))
+    ((shared,), (alone,), (small,)) = (one.work(each) for one, each in ((stage, load), (apart, load), (stage, short)))
+    assert shared.products < 0.75 * alone.products and shared.attention < alone.attention
+    assert shared.vocabulary_bytes == alone.vocabulary_bytes
+    assert small == apart.work(short)[0]  # sharing so little does not pay
+    held = [sum(part.size_bytes for part in one.memory(load)) for one in (stage, apart)]
+    assert held[0] >= held[1]  # rows hold no whole samples, so they may be full
+
+
+def test_an_evaluation_samples_its_own_prompts_every_so_many_steps():
+    graph = described()
+    rollout = graph.stages[0]
+    evaluate = Evaluate(rollout.model, Generated("reverse"), on=rollout.on, every=2, prompts=512, max_tokens=1024)
+    found = made(dataclasses.replace(graph, stages=(*graph.stages, evaluate)))
+    times = found.recording.durations.stages
+    alone_s = times["evaluate"].work(Task(stage="evaluate", step=1), samples=0, tokens=0, seed=0).work_s
+    same = times["rollout"].stream(Task(stage="rollout", step=1, groups=tuple(range(16))), group_size=8, seed=0)
+    assert 2 < alone_s / max(part.work_s for part in same.parts) < 4  # four times as many responses
+    steps = simulated(found.recording, Changes(steps=9))[1].steps.mean
+    assert steps > 1.1 * step_s(graph)
 
 
 def test_recomputed_activations_take_time_and_leave_memory():
