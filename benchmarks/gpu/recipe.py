@@ -4,9 +4,9 @@ python -m benchmarks.gpu.recipe [--model 0.6B] [--budget 32960] [--only "as it c
                                 [--out FILE]
 
 Both do the same work in turns on one GPU: vLLM samples, Megatron-core scores with the frozen weights and trains, with
-two updates per step. The recipe is told the work and the GPU (`python -m pipeline.run graphs/grpo.py --on h200:1`), and
-chooses the rest itself; the other graph (benchmarks/gpu/step.py) has packed rows of `--budget` tokens, as were measured
-to be the fastest that fit. `--cpu` tries the script with a tiny model.
+two updates per step. The recipe gets the flags of the work and of the GPU, as in `python -m pipeline.run graphs/grpo.py
+--on h200:1`, and chooses the rest itself; the other graph (benchmarks/gpu/step.py) has packed rows of `--budget`
+tokens, as were measured to be the fastest that fit. `--cpu` tries the script with a tiny model.
 
 Aim: the recipe has at least 90 % of the other graph's tokens/s.
 """
@@ -64,7 +64,7 @@ def main() -> None:
     parser.add_argument("--budget", type=int, default=32960, help="tokens per packed row of the other graph")
     parser.add_argument("--memory", type=float, default=0.85, help="share of the GPU for the other graph's sampler")
     parser.add_argument("--cache", choices=CACHES, default="auto", help="number format of that sampler's cache")
-    parser.add_argument("--on", default="h200", help="the GPU that the recipe is told")
+    parser.add_argument("--on", default="h200", help="the GPU that the recipe chooses for")
     parser.add_argument("--only", choices=(RECIPE, TUNED), help="run only this one")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--cpu", action="store_true", help="a tiny model on the CPU, to try the script")
