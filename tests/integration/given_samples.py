@@ -22,7 +22,11 @@ from stages.vocabulary import ADVANTAGE, PROMPT_IDS, RESPONSE_IDS, ROLLOUT_LOGPR
 ALPHABET = "0123456789>"
 STEPS, GROUPS, GROUP_SIZE, MINIBATCHES, LR, SEED, KL = 2, 8, 2, 2, 2e-3, 3, 0.1
 SCORED_AT_ONCE = 4  # samples
-KINDS: dict[str, int | Dynamic | Packed] = {"plain": 3, "dynamic": Dynamic(48), "packed": Packed(24)}
+KINDS: dict[str, int | Dynamic | Packed] = {
+    "plain": 3,
+    "dynamic": Dynamic(48),
+    "packed": Packed(24, shared=False),  # samples of a group have different prompts here
+}
 TOKENS = {  # of the eight samples of a minibatch, prompt and response together, before they are shuffled
     "plain": (20, 8, 23, 10, 17, 4, 11, 9),
     "dynamic": (23, 22, 21, 20, 9, 8, 7, 4),
