@@ -14,8 +14,10 @@ from contextlib import contextmanager, suppress
 from typing import IO, Any
 
 STDERR, ENDED = 2, 70  # the exit code of a copy that we end: EX_SOFTWARE of sysexits.h
+exit_now = os._exit  # as it is before user code is kept from it
 ENDING = ("_exit", "abort", "execv", "execve")  # functions of os: the run would end without a word, or with exit code 0
 _thread = threading.local()  # `original`: the process whose run is in user code in this thread
+_kept: int | None = None  # the process in which no thread but ours may end it
 
 
 class Original:
@@ -43,7 +45,25 @@ class Original:
         said = f"process {os.getpid()}, which {whose!r} forked, came back from its code: it ends; end it with "
         with suppress(OSError):
             os.write(STDERR, f"{said}os._exit(0)\n".encode())
-        os._exit(ENDED)
+        exit_now(ENDED)
+
+
+@contextmanager
+def kept() -> Iterator[None]:
+    """In the context, `ENDING` raise RuntimeError in all threads of this process, except for `exit_now`."""
+    before = _kept
+    keep(os.getpid())
+    try:
+        yield
+    finally:
+        keep(before)
+
+
+def keep(process: int | None) -> None:
+    """From now on, let `ENDING` raise RuntimeError in all threads of this process; None: let them work."""
+    global _kept
+    _guard()
+    _kept = process
 
 
 def closed_in_copies(file: IO[bytes]) -> None:
@@ -66,7 +86,7 @@ def _guard() -> None:
 def _guarded(name: str, function: Any) -> Any:
     @functools.wraps(function)
     def checked(*given: Any, **named: Any) -> Any:
-        if getattr(_thread, "original", None) == os.getpid():
+        if os.getpid() in (_kept, getattr(_thread, "original", None)):
             raise RuntimeError(f"os.{name} would end the process of the run")
         return function(*given, **named)
 

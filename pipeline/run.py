@@ -8,7 +8,6 @@ at once).
 from __future__ import annotations
 
 import argparse
-import os
 import shlex
 import sys
 import time
@@ -37,7 +36,7 @@ from pipeline.declare.graph import Graph
 from pipeline.declare.interpreter import elsewhere
 from pipeline.engine.termination import Termination
 from pipeline.errors import GraphError, Problem, SluiceError, WorkerLost
-from pipeline.forks import Original
+from pipeline.forks import Original, exit_now, kept
 from pipeline.forward import add_services, wanted_of
 from pipeline.forwarders.beside import beside
 from pipeline.mirrors.beside import mirrored
@@ -79,7 +78,8 @@ class _Asked:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command. Returns the exit code."""
-    return exit_code(_main, argv)
+    with kept():
+        return exit_code(_main, argv)
 
 
 def _main(argv: list[str]) -> int:
@@ -231,7 +231,7 @@ def _run_in(run_dir: RunDir, asked: _Asked, services: Mapping[str, str], started
         f"{asked.near(run_dir.path)}",
         flush=True,
     )
-    with Termination(os._exit) as termination:
+    with Termination(exit_now) as termination:
         try:
             shown = view.beside(run_dir.path) if options.view else nullcontext()
             with shown, beside(run_dir, services), mirrored(run_dir, options.mirror, progress.warn):

@@ -74,15 +74,15 @@ def choose(
 ) -> Chosen:
     """Return the fastest choice of a graph file, of those with the parameters that are `given`; without times, the
     first one that fits. Raises GraphError if choices() is wrong, or, if none can be, with what is too large in the
-    last choice of which that is all that is wrong, else with what is wrong with the first one."""
+    first choice of which that is all that is wrong, else with what is wrong with the first one."""
     tried: list[Tried] = []
-    seen: list[dict[str, Any]] = []
+    seen: set[str] = set()
     errors: list[SluiceError] = []
     for wanted in _choices(file, gpus.count):
         open_values = {name: value for name, value in wanted.items() if name not in given}
-        if open_values in seen:
+        if (written := repr(open_values)) in seen:
             continue
-        seen.append(open_values)
+        seen.add(written)
         try:
             tried.append(_tried(file, {**values, **open_values}, open_values, gpus, assumed, changes))
         except SluiceError as error:
@@ -95,7 +95,7 @@ def choose(
         if not one.why and (best is None or one.step_s * (1 + GAIN) < best.step_s):
             best = one
     if best is None:
-        raise next((error for error in reversed(errors) if isinstance(error, TooLargeError)), errors[0])
+        raise next((error for error in errors if isinstance(error, TooLargeError)), errors[0])
     return Chosen(values={**values, **best.values}, tried=tuple(tried), best=best)
 
 

@@ -23,6 +23,7 @@ from pipeline.cli import console
 from pipeline.cli.output import discard, open_standard_files
 from pipeline.engine.termination import SIGNALS
 from pipeline.errors import GraphError, Problem, SluiceError, mistaken_import, shown
+from pipeline.forks import exit_now, keep
 from pipeline.precedence import SCRIPT, replaced
 
 TRUTHS = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
@@ -76,11 +77,12 @@ def end(code: int) -> NoReturn:
         try:
             print(f"still running after {LEFT_S:g} s, and not waited for: {left or 'an exit handler'}", file=sys.stderr)
         finally:
-            os._exit(code)
+            exit_now(code)
 
+    keep(os.getpid())  # an exit handler of user code does not change how the run ended
     for number in SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, lambda *_: os._exit(code))  # the run is over: its code says how
+            signal.signal(number, lambda *_: exit_now(code))  # the run is over: its code says how
     timer = threading.Timer(LEFT_S, leave)
     timer.daemon = True
     timer.start()

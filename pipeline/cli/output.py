@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, TextIO
 
 _KEPT: list[_TextStream] = []  # a thread of user code may be printing to one, and `print` does not hold it itself
-_FAILS = (OSError, ValueError)  # ValueError: user code has closed the stream below
+_FAILS = (OSError, ValueError, AttributeError)  # user code has closed the stream below, or put its own there
 FULL_S = 10.0  # how long a run waits for a reader that does not read, once
 
 
@@ -44,7 +44,7 @@ def open_standard_files() -> None:
 
 def _opened(stream: TextIO | None) -> TextIO:
     """Return the stream, or one that goes nowhere if user code has closed it."""
-    return stream if stream and not stream.closed else open(os.devnull, "w")
+    return stream if stream and not getattr(stream, "closed", False) else open(os.devnull, "w")
 
 
 def discard(stream: TextIO) -> None:
@@ -76,6 +76,10 @@ class _TextStream:
     def close(self) -> None:
         self.flush()
 
+    def isatty(self) -> bool:
+        """Return whether it is a terminal."""
+        return bool(getattr(self._stream, "isatty", bool)())
+
     def end(self) -> None:
         """Flush, or discard what is left: at the exit of the process the flush would wait for the reader."""
         self.flush()
@@ -86,7 +90,7 @@ class _TextStream:
         """Return whether the stream can be written without waiting, for more than `FULL_S` in all, for its reader."""
         try:
             ready = select.select([], [self._stream.fileno()], [], self._wait_s)[1]
-        except (OSError, ValueError):  # it has no file, or writing says what is wrong
+        except _FAILS:  # it has no file, or writing says what is wrong
             return True
         if not ready:
             self._wait_s = 0.0

@@ -10,7 +10,6 @@ under --executor local, may never return.
 from __future__ import annotations
 
 import faulthandler
-import os
 import signal
 import sys
 import threading
@@ -23,6 +22,7 @@ from typing import TypeAlias
 from msgspec.structs import replace
 
 from pipeline.errors import Overdue, SluiceError, leave_with, line_of_frame, user_line
+from pipeline.forks import exit_now
 
 LATE_S = 2.0  # beyond the deadline: a driver that looks itself every second is first
 GRACE_S = 45.0  # from the interrupt to the end of the run, before the process is ended; Ray may take 30 s to close
@@ -39,7 +39,7 @@ class Watchdog:
     call also keeps Python's lock, so that no thread runs, faulthandler prints its lines and ends the process."""
 
     def __init__(
-        self, deadline_s: float, last_words: Callable[[], None], leave: Callable[[int], object] = os._exit
+        self, deadline_s: float, last_words: Callable[[], None], leave: Callable[[int], object] = exit_now
     ) -> None:
         self._deadline_s, self._last_words, self._leave = deadline_s, last_words, leave
         self._armed, self._raised, self._since_s, self._allowed_s = False, False, 0.0, deadline_s

@@ -9,13 +9,13 @@ until then a call that needs it does not return.
 
 from __future__ import annotations
 
-import os
 import socket
 import threading
 import time
 from collections.abc import Callable
 
 from pipeline.errors import Problem, StageError, leave_with
+from pipeline.forks import exit_now
 
 POLL_S = 2.0  # between two polls, and for a connection
 REFUSALS = 3  # in a row, until it counts as dead
@@ -69,7 +69,7 @@ class Lifeline:
     `GRACE_S`: then the main thread is in a call of Ray's that does not return, such as ray.init."""
 
     def __init__(
-        self, store: ControlStore, last_words: Callable[[], None], leave: Callable[[int], object] = os._exit
+        self, store: ControlStore, last_words: Callable[[], None], leave: Callable[[int], object] = exit_now
     ) -> None:
         self._store, self._last_words, self._leave = store, last_words, leave
         self._closed = threading.Event()

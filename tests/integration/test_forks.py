@@ -195,6 +195,25 @@ def test_the_original_cannot_be_ended_or_replaced_by_user_code_and_a_copy_can(co
     assert os.waitstatus_to_exitcode(os.waitpid(copy, 0)[1]) == end
 
 
+@pytest.mark.parametrize("line", [
+    "import threading; one = threading.Thread(target=os._exit, args=(0,)); one.start(); one.join()",
+    "import atexit; atexit.register(os._exit, 3)",
+])  # fmt: skip
+def test_no_thread_and_no_exit_handler_of_user_code_ends_a_run(tmp_path, line):
+    process = started(tmp_path, line)
+    out, err = process.communicate(timeout=WAIT_S)
+    assert (process.returncode, "would end the process of the run" in err) == (0, True), err
+    assert "continue" in out
+
+
+def test_a_stream_of_user_code_that_only_writes_is_enough(tmp_path):
+    tee = "class Tee:\n    write, flush = sys.__stdout__.write, sys.__stdout__.flush\n\n\nsys.stdout = Tee()\n"
+    process = started(tmp_path, first=tee)
+    out, err = process.communicate(timeout=WAIT_S)
+    assert (process.returncode, err) == (0, "")
+    assert "continue" in out
+
+
 @pytest.mark.parametrize("where", ["line", "first"])
 def test_output_that_user_code_closes_is_not_missed(tmp_path, where):
     process = started(tmp_path, **{where: "import sys; sys.__stdout__.close()\n"})

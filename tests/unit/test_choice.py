@@ -119,6 +119,12 @@ def test_choices_that_are_none_get_one_clear_error(folder, choices, says):
     assert len(raised.value.problems) == 1 and says in raised.value.problems[0].what
 
 
+def test_values_that_cannot_be_compared_are_not(folder):
+    several = "import numpy\n    yield {'row': numpy.array([1, 2])}\n    yield {'row': numpy.array([1, 2])}"
+    with pytest.raises(GraphError):
+        chosen(own(folder, several))
+
+
 def test_if_no_choice_can_be_the_first_one_says_why(folder):
     with pytest.raises(GraphError, match="4 GPUs; that group has 1"):
         chosen(own(folder, "yield {'trainers': 4}\n    yield {'trainers': 5}"))
