@@ -18,15 +18,15 @@ from pipeline.declare.columns import Columns, Ragged
 from pipeline.declare.held import Copies, Weighs
 from pipeline.declare.parameters import is_number, is_whole
 from pipeline.declare.saved_model import MODEL, Describes
-from pipeline.declare.sharding import Dynamic, Microbatch, Packed, Shard, Sharding, Update
+from pipeline.declare.sharding import Dynamic, Packed, Shard, Sharding
 from pipeline.declare.work import GpuPart, GpuWork, Load
 from pipeline.errors import Problem, shown
+from stages.after_first import rest_of
 from stages.backends import (
     Batch,
     Engine,
     Optimization,
     backend_problems,
-    cut,
     engine,
     model_problems,
     one_shard,
@@ -316,26 +316,18 @@ class TrainRunner:
 
     def _updated(self, batch: Batch, shard: Shard) -> tuple[list[dict[str, float]], Batch]:
         """Make all updates. Returns their metrics, and the batch with its old logprobs."""
-        own, results = batch.old_logprobs is None, []
-        rest = self._rest_scored(batch, shard) if own else []
-        for update in shard.updates * self.stage.epochs:
-            settings: Any = {"temperature": self.stage.temperature, "packed": shard.packed}
-            results.append(self.learner.update(batch, self.stage.loss, update=update, **settings))
+        stage, results = self.stage, []
+        rest = rest_of(batch, shard) if batch.old_logprobs is None else None
+        scored = self.backend.score(stage.model, *rest, temperature=stage.temperature).rows() if rest else []
+        for update in shard.updates * stage.epochs:
+            results.append(
+                self.learner.update(
+                    batch, stage.loss, temperature=stage.temperature, update=update, packed=shard.packed
+                )
+            )
             if batch.old_logprobs is None:
-                batch = replace(batch, old_logprobs=Ragged.of([*self.learner.own_logprobs().rows(), *rest]))
+                batch = replace(batch, old_logprobs=Ragged.of([*self.learner.own_logprobs().rows(), *scored]))
         return results, batch
-
-    def _rest_scored(self, batch: Batch, shard: Shard) -> list[Any]:
-        """Return the logprobs of the samples after the first minibatch, one row each, under the weights as they are."""
-        if not (rest := _rest_of(batch, shard)):
-            return []
-        first = _first_size(shard)
-        later = tuple(
-            Update(tuple(_moved(each, -first) for each in update.microbatches), update.tokens, update.samples)
-            for update in shard.updates[1:]
-        )
-        later_shard = msgspec.structs.replace(shard, updates=later)
-        return self.backend.score(self.stage.model, *rest, later_shard, temperature=self.stage.temperature).rows()
 
     def _ages(self, batch: Batch, versions: Any, task: Task) -> dict[str, float]:
         """Distance of the sampler and its samples from the trained weights, over all ranks."""
@@ -373,9 +365,10 @@ class TrainRunner:
         if flops is None:
             return {}
         flops *= stage.epochs
-        if stage.prev == OWN and (rest := _rest_of(batch, shard)):
-            later = msgspec.structs.replace(shard, updates=shard.updates[1:]).spared(lengths)
-            flops += self.backend.flops(stage.model, *rest, training=False, spared=later) or 0.0
+        if stage.prev == OWN and (rest := rest_of(batch, shard)):
+            prompt_ids, response_ids, later = rest
+            spared = later.spared(prompt_ids.lengths)
+            flops += self.backend.flops(stage.model, prompt_ids, response_ids, training=False, spared=spared) or 0.0
         total = self.ranks.totals({"flops": flops, "s": taken_s}, largest=("s",))
         ranks = self.ranks.layout.size
         work = {"flops": total["flops"], "ranks": float(ranks)}
@@ -410,21 +403,6 @@ class TrainRunner:
     def restore(self, folder: Path) -> None:
         """Load what `save` wrote. Raises CheckpointError if it is incomplete."""
         self.learner.restore(folder)
-
-
-def _first_size(shard: Shard) -> int:
-    """Return the number of samples in the first minibatch."""
-    return sum(len(microbatch.samples) for microbatch in shard.updates[0].microbatches)
-
-
-def _rest_of(batch: Batch, shard: Shard) -> tuple[Ragged, Ragged] | None:
-    """Return prompts and responses after the first minibatch, if there are any. Minibatches are consecutive runs."""
-    first, count = _first_size(shard), len(batch)
-    return (cut(batch.prompt_ids, first, count), cut(batch.response_ids, first, count)) if first < count else None
-
-
-def _moved(microbatch: Microbatch, by: int) -> Microbatch:
-    return msgspec.structs.replace(microbatch, samples=tuple(sample + by for sample in microbatch.samples))
 
 
 def _divisors(number: int, near: int) -> list[int]:

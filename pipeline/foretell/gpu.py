@@ -3,7 +3,7 @@
     found = asked("h200:2")
     found.count, found.gpu.memory_bytes, found.gpu.rates["megatron.training"]["products"]
 
-The files in `gpus/` are written by `python -m benchmarks.foretold --fit` from kept results.
+The files in `gpus/` are written by `python -m benchmarks.gpu.tables` from kept results.
 """
 
 from __future__ import annotations
