@@ -15,14 +15,10 @@ process of its own. `--cpu` tries the script with a tiny model.
 from __future__ import annotations
 
 import argparse
-import tempfile
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
-from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.shapes import SHAPES, model_of
-from benchmarks.gpu.update import switch_off, updates
+from benchmarks.gpu.shapes import SHAPES
+from benchmarks.gpu.update import add_updates, lines, switch_off, updates
 from benchmarks.report import report
 from pipeline.declare.columns import Columns, Ragged
 from pipeline.declare.sharding import Packed
@@ -71,12 +67,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=16, help="of each group")
     parser.add_argument("--prompt", type=int, default=1024, help="tokens of each prompt")
     parser.add_argument("--tokens", type=int, default=256, help="of each response")
-    parser.add_argument("--budget", type=int, default=16384, help="tokens per packed row")
-    parser.add_argument("--updates", type=int, default=5)
-    parser.add_argument("--recompute", action="store_true", help="recompute activations in the backward pass")
-    parser.add_argument("--only", nargs="+", choices=VARIANTS, default=list(VARIANTS), help="these lines")
-    parser.add_argument("--cpu", action="store_true", help="a tiny model on the CPU, to try the script")
-    parser.add_argument("--out", help="write JSON here")
+    add_updates(parser, VARIANTS)
     options = parser.parse_args()
     if options.cpu:
         options.model, options.groups, options.samples = "tiny", 2, 4
@@ -86,19 +77,12 @@ def main() -> None:
         f"{options.tokens} tokens in rows of {options.budget}, activations "
         f"{'recomputed' if options.recompute else 'kept'}; medians of {options.updates}."
     )
-    rows: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as folder:
-        path = model_of(options.model, Path(folder))
-        for name in options.only:
-            with ProcessPoolExecutor(1, get_context("spawn")) as own:
-                rows.append(own.submit(measured, name, path, options).result())
-            by_name = {row["prompts"]: row for row in rows}
-            base = by_name.get(name.replace("shared", "plain"))
-            speedups = {f"{each} x": round(base[each] / rows[-1][each], 2) if base else None for each in SPEEDUPS}
-            rows[-1] |= speedups
-            import torch  # noqa: F401 - so that the report names the GPU
-
-            report("gpu.shared_prompts", rows, list(rows[0]), notes, options.out)
+    rows: dict[str, dict[str, Any]] = {}
+    for row in lines(measured, options):
+        rows[row["prompts"]] = row
+        base = rows.get(row["prompts"].replace("shared", "plain"))
+        row |= {f"{each} x": round(base[each] / row[each], 2) if base else None for each in SPEEDUPS}
+        report("gpu.shared_prompts", list(rows.values()), list(next(iter(rows.values()))), notes, options.out)
 
 
 if __name__ == "__main__":

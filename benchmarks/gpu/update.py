@@ -20,7 +20,7 @@ import re
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from multiprocessing import get_context
@@ -138,18 +138,36 @@ def profiled(call: Any) -> dict[str, float]:
     return {f"{kind} ms": round(taken_ms, 1) for kind, taken_ms in spent.items()}
 
 
+def add_updates(parser: argparse.ArgumentParser, variants: Collection[str]) -> None:
+    """Add the flags of how to update, and of which of the variants."""
+    parser.add_argument("--budget", type=int, default=16384, help="tokens per packed row")
+    parser.add_argument("--updates", type=int, default=5)
+    parser.add_argument("--recompute", action="store_true", help="recompute activations in the backward pass")
+    parser.add_argument("--only", nargs="+", choices=variants, default=list(variants), help="these lines")
+    parser.add_argument("--cpu", action="store_true", help="a tiny model on the CPU, to try the script")
+    parser.add_argument("--out", help="write JSON here")
+
+
+def lines(
+    measure: Callable[[str, str, argparse.Namespace], dict[str, Any]], options: argparse.Namespace
+) -> Iterator[dict[str, Any]]:
+    """Yield the line of each variant that `options` name, measured with the model's folder in a process of its own."""
+    import torch  # noqa: F401 - so that the report names the GPU
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = model_of(options.model, Path(folder))
+        for name in options.only:
+            with ProcessPoolExecutor(1, get_context("spawn")) as own:
+                yield own.submit(measure, name, path, options).result()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=SHAPES, default="0.6B")
     parser.add_argument("--samples", type=int, default=128)
     parser.add_argument("--tokens", type=int, default=1024, help="of each response")
-    parser.add_argument("--budget", type=int, default=16384, help="tokens per packed row")
-    parser.add_argument("--updates", type=int, default=5)
-    parser.add_argument("--recompute", action="store_true", help="recompute activations in the backward pass")
     parser.add_argument("--profile", action="store_true", help="add the time by kind of kernel")
-    parser.add_argument("--only", nargs="+", choices=VARIANTS, default=list(VARIANTS), help="these lines")
-    parser.add_argument("--cpu", action="store_true", help="a tiny model on the CPU, to try the script")
-    parser.add_argument("--out", help="write JSON here")
+    add_updates(parser, VARIANTS)
     options = parser.parse_args()
     if options.cpu:
         options.model, options.samples, options.tokens, options.budget = "tiny", 4, 32, 128
@@ -158,14 +176,9 @@ def main() -> None:
         f"{options.budget}, activations {'recomputed' if options.recompute else 'kept'}; medians of {options.updates}."
     )
     rows: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as folder:
-        path = model_of(options.model, Path(folder))
-        for name in options.only:
-            with ProcessPoolExecutor(1, get_context("spawn")) as own:
-                rows.append(own.submit(measured, name, path, options).result())
-            import torch  # noqa: F401 - so that the report names the GPU
-
-            report("gpu.update", rows, list(rows[0]), notes, options.out)
+    for row in lines(measured, options):
+        rows.append(row)
+        report("gpu.update", rows, list(rows[0]), notes, options.out)
 
 
 if __name__ == "__main__":
