@@ -36,6 +36,8 @@ from pipeline.simulation.whatif import Changes
 from stages import ClippedLoss, Train
 
 STEPS = {  # kept results of whole steps: the GPU, whether Transformer Engine was there
+    "gpu.step.own.h200": ("h200", "fused"),
+    "gpu.step.own.4B": ("h200", "fused"),
     "gpu.step.colocated.h200": ("h200", "fused"),
     "gpu.step.colocated.4B": ("h200", "fused"),
     "gpu.step.colocated.h100": ("h100", "fused"),
@@ -61,7 +63,8 @@ ENGINES = ("rollout", "prev_logprobs", "train")
 def foretold(name: str, row: int) -> tuple[Forecast, dict[str, float]]:
     """A row of a kept result: its forecast, and the foretold seconds of a step and of its stages."""
     command = json.loads((RESULTS / f"{name}.json").read_text())["command"].split(";")[row]
-    options = step.flags().parse_args(["--prev", "field", *shlex.split(command.partition("benchmarks.gpu.step")[2])])
+    prev = "field" if rows(name)[row]["prev_logprobs s"] else "own"
+    options = step.flags().parse_args(["--prev", prev, *shlex.split(command.partition("benchmarks.gpu.step")[2])])
     policy = Model("model", config=SHAPES[options.model], alphabet="bytes")
     graph = step.described(options, rows(name)[row]["max_staleness"], policy)
     gpu, kernels = STEPS[name]
@@ -69,7 +72,8 @@ def foretold(name: str, row: int) -> tuple[Forecast, dict[str, float]]:
         planned, _ = plan(graph)
     made = forecast(graph, planned, table(gpu), Assumed(prompt=PROMPT, kernels=kernels))
     _, seen = simulated(made.recording, Changes(steps=12))
-    return made, {"step": seen.steps.mean} | {name: _alone_s(made, name, graph) for name in ENGINES}
+    stages = [name for name in ENGINES if name in made.recording.durations.stages]
+    return made, {"step": seen.steps.mean} | {name: _alone_s(made, name, graph) for name in stages}
 
 
 def _alone_s(made: Forecast, stage: str, graph: Graph) -> float:
@@ -86,9 +90,11 @@ def seconds() -> Iterator[dict[str, Any]]:
         for number, kept in enumerate(rows(name)):
             _, found = foretold(name, number)
             label = f"{name}, k = {kept['max_staleness']}"
-            for part in ("step", *(ENGINES if not kept["max_staleness"] else ENGINES[1:])):
+            for part, foretold_s in found.items():
+                if part == "rollout" and kept["max_staleness"]:
+                    continue  # it waits for the updates
                 figure = f"{part} s"
-                yield _row(label, figure, found[part], kept[figure], figure in FITTED.get(name, ()))
+                yield _row(label, figure, foretold_s, kept[figure], figure in FITTED.get(name, ()))
 
 
 def memory() -> Iterator[dict[str, Any]]:
