@@ -323,7 +323,7 @@ def _execute(asked: _Asked, run_dir: RunDir, start: int, progress: console.Progr
     from pipeline.record import checkpoint
 
     for left in range(asked.options.restarts, -1, -1):
-        executor = _executor(asked, run_dir)
+        executor = _executor(asked, run_dir, progress)
         driver = Driver(
             asked.graph,
             asked.planned,
@@ -374,7 +374,7 @@ def _run_dir(asked: _Asked) -> RunDir:
         ) from error
 
 
-def _executor(asked: _Asked, run_dir: RunDir) -> Any:
+def _executor(asked: _Asked, run_dir: RunDir, progress: console.Progress) -> Any:
     options = asked.options
     if options.executor == "local":
         from pipeline.executors.local import LocalExecutor
@@ -389,6 +389,7 @@ def _executor(asked: _Asked, run_dir: RunDir) -> Any:
         trusted_network=options.trusted_network,
         storage_units=options.storage_units,
         last_words=partial(_print_way_on, asked, run_dir),
+        on_start=progress.starting,
     )
 
 

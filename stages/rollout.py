@@ -120,8 +120,11 @@ class Rollout(Stage):
         yield from broken(_RULES, self, where=str(self.location), says=f"stage {self.name!r} has {{}}")
 
     def setup(self, context: StageContext) -> Callable[[Columns, Task], AsyncGenerator[Output, None]]:
-        """Open the backend and its served copy of the model."""
+        """Open the backend and its served copy of the model, while other workers set up. On GPUs that groups share, the
+        first task does that, in the group's turn."""
         backend = engine(context)
+        if not context.in_turns:
+            backend.load(self.model)
 
         async def run(columns: Columns, task: Task) -> AsyncGenerator[Output, None]:
             prompts: Any = columns[self.reads[0].name]

@@ -146,6 +146,9 @@ def _volume(plan: Plan, edge: object | None) -> str:
 _COUNTS = ("eval/count", "eval/length_mean", "eval/truncated")  # evaluation metrics that are not rewards
 
 
+SLOW_START_S = 30.0  # between two lines about a start
+
+
 class Progress:
     """A progress line: rewritten in place on a terminal, one plain line per step elsewhere."""
 
@@ -153,6 +156,8 @@ class Progress:
         self._plan, self._start = plan, start
         self._live = sys.stdout.isatty() and not plain
         self._begun_s = time.monotonic()
+        self._started_s: float | None = None  # the current start, until its first step
+        self._said: tuple[str, float] = ("", 0.0)  # about this start, and when
         self._done = start
         self.evaluations: list[tuple[int, float]] = []
         self.measure = ""  # the metric that is shown: the first reward of the evaluation
@@ -163,8 +168,21 @@ class Progress:
         """Start the clock of the time-left estimate. Called just before the first step."""
         self._begun_s = time.monotonic()
 
+    def starting(self, what: str) -> None:
+        """Show what the start of the run waits for. Where lines stay, only if that takes long."""
+        now_s = time.monotonic()
+        if self._started_s is None:
+            self._started_s, self._said = now_s, ("", now_s)
+        before, said_s = self._said
+        if self._live:
+            print(f"\r\x1b[2Kstarting {what}  {now_s - self._started_s:.0f} s", end="", flush=True)
+        elif what != before and now_s - said_s > SLOW_START_S:
+            self._said = what, now_s
+            print(f"starting {what}  {now_s - self._started_s:.0f} s", flush=True)
+
     def step(self, step: int, metrics: dict[str, float]) -> None:
         """Record that a step finished; -1 is the evaluation before the first step."""
+        self._started_s = None
         evaluated = next((name for name in metrics if name.startswith("eval/") and name not in _COUNTS), None)
         if evaluated:
             self.measure = evaluated.removeprefix("eval/").replace("_", " ")

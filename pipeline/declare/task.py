@@ -105,7 +105,8 @@ class StageContext:
     `close()`, called at the end, and, in groups that share GPUs, `sleep(room)` and `wake()`, see
     `pipeline.declare.held`. `group_size` is the number of samples per prompt in this graph, `steps` that of the
     schedule; `run_dir` is None if nothing is recorded. `ranks` are the worker's peers in its group. `cancelled` holds
-    the admission numbers of canceled groups; a stream checks it between two tokens.
+    the admission numbers of canceled groups; a stream checks it between two tokens. `in_turns` is true if other groups
+    compute on the same GPUs, in turns.
     """
 
     group: WorkerGroup
@@ -117,3 +118,4 @@ class StageContext:
     steps: int = 0
     ranks: Ranks = field(default_factory=Ranks)
     cancelled: set[int] = field(default_factory=set)
+    in_turns: bool = False

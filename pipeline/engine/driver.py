@@ -120,6 +120,7 @@ class Driver:
             seed=self.graph.schedule.seed,
             run_dir=self.run_dir.path if self.run_dir else None,
             mark=mark,
+            in_turns=frozenset(group.name for group in self.plan.groups if self.plan.partners(group.name)),
         )
 
         def bring_up() -> Iterable[trace.Placed]:

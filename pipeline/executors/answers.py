@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import ray
@@ -16,7 +16,8 @@ from pipeline.executors.heartbeat import dead
 
 _FRAME = re.compile(r'File "(.+?)", line (\d+)')  # of a traceback
 _HEADER = re.compile(r"ray::(?:\w+\.)?(?P<call>\w+)\(\)[^(]*\(pid=\d+, ip=(?P<machine>[^,)]+)")  # and colors between
-START_DEADLINE_S = 300.0  # to place and set up all workers, model loading included
+START_DEADLINE_S = 300.0  # to place all workers, and for them to join
+SETUP_DEADLINE_S = 1200.0  # for all workers to load models and start engines, which have 900 s themselves
 
 
 def get_all(
@@ -59,6 +60,11 @@ def _got(refs: list[ray.ObjectRef], deadline_s: float, look: Callable[[], None] 
             if look is None or left_s <= LOOK_S:
                 raise
             look()
+
+
+def unanswered(calls: Mapping[str, list[ray.ObjectRef]]) -> list[str]:
+    """Return the names of those who have not answered all of their calls."""
+    return [name for name, refs in calls.items() if ray.wait(refs, num_returns=len(refs), timeout=0)[1]]
 
 
 def lost(what: str, error: RayError, more: str = "", *, fate: str = "died") -> StageError:

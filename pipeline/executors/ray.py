@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -42,7 +42,15 @@ from pipeline.errors import DataPlaneLost, GraphError, PeerLost, Problem, Sluice
 from pipeline.executors import shards
 from pipeline.executors.actors import Actor, StreamActor
 from pipeline.executors.admission import check_admission
-from pipeline.executors.answers import START_DEADLINE_S, get_all, lost, not_started, one_line
+from pipeline.executors.answers import (
+    SETUP_DEADLINE_S,
+    START_DEADLINE_S,
+    get_all,
+    lost,
+    not_started,
+    one_line,
+    unanswered,
+)
 from pipeline.executors.control_store import ControlStore, Lifeline
 from pipeline.executors.heartbeat import Heartbeat, dead
 from pipeline.executors.interpreters import check_interpreters
@@ -91,7 +99,8 @@ class RayExecutor:
     `modules` are the user's modules, pickled by value; `address` joins a cluster; `trusted_network` lets the data plane
     listen beyond loopback, which a multi-machine cluster needs. `storage_units` is the number of TransferQueue's
     storage units on this machine, or "per-node" for one on each machine of the cluster. `last_words` prints how the run
-    goes on, before this process ends because Ray's control store has died under a call of Ray's.
+    goes on, before this process ends because Ray's control store has died under a call of Ray's. `on_start` is called
+    about every second of a start with what is waited for.
     """
 
     name = "ray"
@@ -100,7 +109,9 @@ class RayExecutor:
     def __init__(
         self, *, address: str | None = None, modules: Sequence[ModuleType] = (), trusted_network: bool = False,
         storage_units: int | str = 1, last_words: Callable[[], None] = lambda: None,
+        on_start: Callable[[str], None] = lambda doing: None,
     ) -> None:  # fmt: skip
+        self._on_start = on_start
         self._address, self._modules, self._trusted_network = address, modules, trusted_network
         self._storage_units, self._last_words = storage_units, last_words
         self.plane: Any = None
@@ -135,6 +146,7 @@ class RayExecutor:
         stages = with_samples(graph)
         groups = {group.name: group for group in worker_groups(stages, graph.host)}
         check_interpreters(groups.values())
+        self._on_start("Ray")
         self._connect(plan)
         units = self._reserve(plan)
         self._planned = {stage.name: stage for stage in plan.stages}
@@ -142,8 +154,9 @@ class RayExecutor:
         for module in self._modules:
             cloudpickle.register_pickle_by_value(module)
         self._turns = Turns(plan, self._turn)
+        self._on_start("the workers")
         blob_of_all = cloudpickle.dumps(tuple(stages))
-        setups: list[ray.ObjectRef] = []
+        setups: dict[str, list[ray.ObjectRef]] = {}
         joins: list[ray.ObjectRef] = []
         for placed in sorted(plan.groups, key=placed_first):
             hosted = cloudpickle.dumps((groups[placed.name], tuple(by_name[name] for name in placed.stages)))
@@ -160,11 +173,12 @@ class RayExecutor:
                 meeting = actors[0].meeting_point.remote(START_DEADLINE_S)
                 met = [actor.join.remote(meeting, EXCHANGE_DEADLINE_S) for actor in actors]
             joins += met
-            setups += [actor.setup.remote(after) for actor, after in zip_longest(actors, met)]
+            setups[placed.name] = [actor.setup.remote(after) for actor, after in zip_longest(actors, met)]
+        self._on_start("the data plane")
         self.plane = self._open_plane(units)  # while the models load
         actors = [actor for group in self._actors.values() for actor in group]
         self._all(joins, "meet the other ranks of their group")
-        self._all(setups, "set up")
+        self._set_up(setups)
         joined = self._all([actor.connect.remote(self.plane.settings) for actor in actors], "join the data plane")
         for placed_at, replaceable in joined:
             self._replaceable[placed_at.group] = replaceable and not plan.partners(placed_at.group)
@@ -173,6 +187,7 @@ class RayExecutor:
             self._all([actor.restore.remote(restore) for actor in actors], f"restore {restore.name}")
         self._heartbeat.watch(actors)
         self._watch_machines([placed_at for placed_at, _ in joined])
+        self._on_start("the first step")
         return [placed_at for placed_at, _ in joined]
 
     def submit(self, task: Task, meta: KVBatchMeta | None) -> None:
@@ -228,6 +243,16 @@ class RayExecutor:
     ) -> list[Any]:
         """Wait for calls on workers, but not for a Ray whose control store or node has died."""
         return get_all(refs, what, deadline_s, among=among, look=self._look)
+
+    def _set_up(self, setups: Mapping[str, list[ray.ObjectRef]]) -> None:
+        """Wait for the workers of each group to load their models and engines."""
+
+        def look() -> None:
+            self._look()
+            if waiting := unanswered(setups):
+                self._on_start(", ".join(waiting))
+
+        get_all([ref for refs in setups.values() for ref in refs], "set up", SETUP_DEADLINE_S, look=look)
 
     def _look(self) -> None:
         """Raise StageError if Ray's control store has died, or WorkerLost if one of its nodes has: calls that need them
@@ -597,7 +622,7 @@ class RayExecutor:
         ray.kill(old)
         actor = self._births[name](rank)
         what = f"take the place of {name}.{rank}"
-        get_all([actor.setup.remote()], what)
+        get_all([actor.setup.remote()], what, SETUP_DEADLINE_S)
         ((placed, _),) = get_all([actor.connect.remote(self.plane.settings)], what)
         self._nodes[name].add(placed.node)
         for (group, stage), offer in self._served.items():

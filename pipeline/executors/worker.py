@@ -63,7 +63,7 @@ SHARD = "shard"  # the key in a handle's extra_info for its microbatches
 class WorkerSettings:
     """The settings of every worker of a run. `parts` are the plan's partitions, with their fields. `mark` is the text
     in the run directory by which a worker knows that it sees the driver's. `folders` are the folders from which the
-    driver imports the user's modules."""
+    driver imports the user's modules, `in_turns` the groups that share GPUs with others."""
 
     partition: str
     parts: Mapping[str, tuple[str, ...]]
@@ -73,6 +73,7 @@ class WorkerSettings:
     run_dir: Path | None
     mark: str = ""
     folders: tuple[str, ...] = ()
+    in_turns: frozenset[str] = frozenset()
 
 
 class TaskResult(msgspec.Struct, kw_only=True):
@@ -164,6 +165,7 @@ class Worker:
             steps=self.settings.steps,
             ranks=self.ranks,
             cancelled=self._cancelled,
+            in_turns=self.group.name in self.settings.in_turns,
         )
         for stage in self.stages.values():
             try:

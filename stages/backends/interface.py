@@ -242,6 +242,9 @@ class Texts(Protocol):
 class Sampler(Texts, Protocol):
     """An engine that samples from the served copy of a model."""
 
+    def load(self, model: Model) -> None:
+        """Load the served copy. Without this call, the first use loads it. Raises StageError if it cannot be loaded."""
+
     def pieces(self, model: Model) -> list[bytes]:
         """The UTF-8 bytes that each token of the vocabulary adds to a text, by id."""
 

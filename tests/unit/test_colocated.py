@@ -26,6 +26,7 @@ from pipeline.simulation.virtual_run import Fault, Simulation
 from stages import PrevLogprobs, Refit, RefLogprobs, Train
 from stages.backends import device
 from stages.backends.device import Parking
+from stages.backends.torch.engine import TorchEngine
 from tests.examples import few
 from tests.journal.checker import check
 from tests.unit import toy
@@ -153,9 +154,13 @@ def published(events: list[trace.TraceEvent]) -> list[str]:
     return [event.sha256 for event in events if isinstance(event, trace.Published)]
 
 
-def test_a_run_in_turns_is_the_run_side_by_side(tmp_path):
+def test_a_run_in_turns_is_the_run_side_by_side(tmp_path, monkeypatch):
+    loads = []
+    monkeypatch.setattr(TorchEngine, "load", lambda engine, model: loads.append(model))
     apart = run(quickstart.graph(**FAST), tmp_path / "apart", LocalExecutor())
+    assert len(loads) == 1, "the sampler's model loads while the learner's does"
     together = run(colocated(quickstart.graph(**FAST)), tmp_path / "together", LocalExecutor())
+    assert len(loads) == 1, "it loads in its turn"
     assert published(together) == published(apart)
     turned = [(event.group, event.awake) for event in together if isinstance(event, trace.Turned)]
     assert turned[:3] == [("learner", False), ("sampler", False), ("learner", True)]

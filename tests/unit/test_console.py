@@ -171,6 +171,29 @@ def test_on_a_terminal_the_line_is_rewritten_unless_plain_lines_are_asked_for(ca
         assert capsys.readouterr().out.startswith(start)
 
 
+def test_a_start_says_what_it_waits_for_and_in_lines_that_stay_only_if_it_takes_long(capsys, monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    seen = {}
+    for live in (True, False):
+        monkeypatch.setattr("sys.stdout.isatty", lambda live=live: live, raising=False)
+        progress = Progress(made(), 0)
+        for what, after_s in (("Ray", 5), ("sampler, learner", 30), ("sampler, learner", 31), ("the first step", 40)):
+            progress.starting(what)
+            now[0] += after_s
+        progress.step(0, {})
+        progress.starting("Ray")  # again, after a worker was lost
+        seen[live] = capsys.readouterr().out
+    assert seen[False].splitlines()[0] == "starting sampler, learner  35 s"
+    assert [line for line in seen[False].splitlines() if "starting" in line] == [
+        "starting sampler, learner  35 s",
+        "starting the first step  66 s",
+    ]
+    shown = [part.removeprefix("\x1b[2K") for part in seen[True].split("\r")]
+    starts = ["Ray  0 s", "sampler, learner  5 s", "sampler, learner  35 s", "the first step  66 s"]
+    assert [part for part in shown if "starting" in part] == [f"starting {each}" for each in (*starts, "Ray  0 s")]
+
+
 @pytest.mark.parametrize("evaluated", [True, False])
 def test_the_summary_says_what_was_reached_and_what_to_do_next(capsys, evaluated):
     progress = Progress(made(), 0)

@@ -81,6 +81,10 @@ class TorchEngine(BaseTrainer):
             self._networks[key, role] = network
         return self._networks[key, role]
 
+    def load(self, model: Model) -> None:
+        """Load the served copy."""
+        self.network(model, _served(model))
+
     def generate(self, model: Model, prompt_ids: Ragged, sampling: Sampling, draws: Draws | None) -> Generation:
         """Sample responses from the served copy."""
         network, pad, version = (

@@ -71,8 +71,12 @@ class VllmEngine(Tokenizers):
         self._version: int | None = None  # of the weights loaded by `serve`
         self._names = itertools.count()
 
+    def load(self, model: Model) -> None:
+        """Start the model's engine. Raises StageError if it cannot start, and for a second model."""
+        self._of(model)
+
     def client(self, model: Model) -> Client:
-        """The model's engine, started. Raises StageError for a second model."""
+        """The model's engine, started. Raises StageError as `load` does."""
         return self._of(model).client
 
     def _of(self, model: Model) -> StartedEngine:
