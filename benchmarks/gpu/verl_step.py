@@ -56,16 +56,14 @@ def write_prompts(path: Path, count: int) -> None:
     import pandas
 
     task = Generated("reverse")
-    rows = []
-    for index in range(count):
-        prompt, answer = task.train(index, order=0)
-        rows.append({
-            "data_source": "reverse",
-            "prompt": [{"role": "user", "content": prompt}],
-            "reward_model": {"style": "rule", "ground_truth": answer},
-            "extra_info": {"index": index},
-        })  # fmt: skip
-    pandas.DataFrame(rows).to_parquet(path)
+    pairs = [task.train(index, order=0) for index in range(count)]
+    table = {
+        "data_source": ["reverse"] * count,
+        "prompt": [[{"role": "user", "content": prompt}] for prompt, _ in pairs],
+        "reward_model": [{"style": "rule", "ground_truth": answer} for _, answer in pairs],
+        "extra_info": [{"index": index} for index in range(count)],
+    }
+    pandas.DataFrame(table).to_parquet(path)
 
 
 def overrides(options: argparse.Namespace, folder: Path, model: str) -> list[str]:
@@ -90,44 +88,41 @@ def overrides(options: argparse.Namespace, folder: Path, model: str) -> list[str
     }  # fmt: skip
     network = {
         "path": model, "use_remove_padding": megatron, "enable_gradient_checkpointing": options.recompute,
-        "use_fused_kernels": options.fused != "none", "use_liger": options.liger,
+        "use_fused_kernels": options.fused != "none",
     }  # fmt: skip
     if options.fused != "none":
-        network |= {"fused_kernel_options.impl_backend": options.fused}
-    if not megatron:
-        network |= {"+override_config.attn_implementation": "sdpa"}
+        network["fused_kernel_options.impl_backend"] = options.fused
     whole: dict[str, Any] = {
         "data.train_files": prompts, "data.val_files": prompts, "data.train_batch_size": options.groups,
         "data.max_prompt_length": 64, "data.max_response_length": options.tokens, "data.shuffle": False,
         "data.dataloader_num_workers": 0,
         "algorithm.adv_estimator": "grpo", "algorithm.rollout_correction.rollout_is": "token",
         "algorithm.rollout_correction.rollout_is_threshold": 2.0,
-        "algorithm.rollout_correction.bypass_mode": options.bypass,
         "reward.custom_reward_function.path": Path(__file__).resolve(),
         "trainer.n_gpus_per_node": 1, "trainer.val_before_train": False, "trainer.resume_mode": "disable",
         "trainer.total_training_steps": options.steps, "trainer.logger": '["console","file"]',
         "trainer.default_local_dir": folder / "checkpoints",
-        "+ray_kwargs.ray_init.include_dashboard": False, "hydra.run.dir": folder, "hydra.output_subdir": "null",
+        "+actor_rollout_ref.model.override_config.attn_implementation": "sdpa",
+        "+ray_kwargs.ray_init.address": "local", "+ray_kwargs.ray_init.include_dashboard": False,
+        "hydra.run.dir": folder, "hydra.output_subdir": "null",
     }  # fmt: skip
     for room, keys in (("actor", actor), ("rollout", rollout), ("model", network)):
-        for key, value in keys.items():
-            sign = "+" if key.startswith("+") else ""
-            whole[f"{sign}actor_rollout_ref.{room}.{key.removeprefix('+')}"] = value
+        whole |= {f"actor_rollout_ref.{room}.{key}": value for key, value in keys.items()}
     return [*(["model_engine=megatron"] if megatron else []), *(f"{k}={v}" for k, v in whole.items()), *options.set]
 
 
 def seconds(options: argparse.Namespace, folder: Path) -> list[dict[str, float]]:
-    """What verl measured of each step. Raises CalledProcessError if verl fails, unless it made two steps."""
+    """What verl measured of each step. Raises CalledProcessError if verl fails before its second step."""
     model, lines = model_of(options.model, folder), folder / "metrics.jsonl"
     with_chat(model, SHAPES[options.model]["vocab_size"])
     write_prompts(folder / "prompts.parquet", options.groups * options.steps)
     command = [sys.executable, "-m", "verl.trainer.main_ppo", *overrides(options, folder, model)]
     paths = [str(Path(path).resolve()) for path in (*os.environ.get("PYTHONPATH", "").split(os.pathsep), "")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "VERL_FILE_LOGGER_PATH": str(lines)}
-    failed = subprocess.run([*command, *(["--cfg", "job"] if options.compose else [])], env=environment, check=False)
+    done = subprocess.run([*command, *(["--cfg", "job"] if options.compose else [])], env=environment, check=False)
     steps = [json.loads(line)["data"] for line in lines.read_text().splitlines()] if lines.exists() else []
-    if len(steps) < 2 and not options.compose:
-        failed.check_returncode()
+    if len(steps) < 2:
+        done.check_returncode()
     return steps
 
 
@@ -141,8 +136,6 @@ def main() -> None:
     parser.add_argument("--fused", choices=("triton", "torch", "liger", "none"), default="triton")
     parser.add_argument("--attention", choices=("fused", "auto", "unfused"), default="fused", help="Megatron's")
     parser.add_argument("--recompute", action="store_true", help="recompute activations")
-    parser.add_argument("--liger", action="store_true", help="Liger's kernels in the layers; FSDP only")
-    parser.add_argument("--bypass", action="store_true", help="take vLLM's logprobs as the old ones")
     parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="more of verl's configuration")
     parser.add_argument("--compose", action="store_true", help="print verl's configuration and stop")
     parser.add_argument("--out", help="write JSON here")
