@@ -112,18 +112,28 @@ def overrides(options: argparse.Namespace, folder: Path, model: str) -> list[str
 
 
 def seconds(options: argparse.Namespace, folder: Path) -> list[dict[str, float]]:
-    """What verl measured of each step. Raises CalledProcessError if verl fails before its second step."""
+    """What verl measured of each step, as many as it makes in `options.limit` seconds.
+
+    Raises CalledProcessError or TimeoutExpired if verl makes fewer than two steps. Its processes end with it.
+    """
     model, lines = model_of(options.model, folder), folder / "metrics.jsonl"
     with_chat(model, SHAPES[options.model]["vocab_size"])
     write_prompts(folder / "prompts.parquet", options.groups * options.steps)
     command = [sys.executable, "-m", "verl.trainer.main_ppo", *overrides(options, folder, model)]
     paths = [str(Path(path).resolve()) for path in (*os.environ.get("PYTHONPATH", "").split(os.pathsep), "")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "VERL_FILE_LOGGER_PATH": str(lines)}
-    done = subprocess.run([*command, *(["--cfg", "job"] if options.compose else [])], env=environment, check=False)
-    steps = [json.loads(line)["data"] for line in lines.read_text().splitlines()] if lines.exists() else []
-    if len(steps) < 2:
-        done.check_returncode()
-    return steps
+    if options.compose:
+        command += ["--cfg", "job"]
+    try:
+        subprocess.run(command, env=environment, check=True, timeout=options.limit)
+    except (subprocess.CalledProcessError, subprocess.TimeoutExpired):
+        if len(_steps(lines)) < 2:
+            raise
+    return _steps(lines)
+
+
+def _steps(lines: Path) -> list[dict[str, float]]:
+    return [json.loads(line)["data"] for line in lines.read_text().splitlines()] if lines.exists() else []
 
 
 def main() -> None:
@@ -135,6 +145,7 @@ def main() -> None:
     parser.add_argument("--memory", type=float, default=0.7, help="share of the GPU for vLLM's weights and cache")
     parser.add_argument("--fused", choices=("triton", "torch", "liger", "none"), default="triton")
     parser.add_argument("--attention", choices=("fused", "auto", "unfused"), default="fused", help="Megatron's")
+    parser.add_argument("--limit", type=float, default=270.0, help="seconds after which verl is stopped")
     parser.add_argument("--recompute", action="store_true", help="recompute activations")
     parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="more of verl's configuration")
     parser.add_argument("--compose", action="store_true", help="print verl's configuration and stop")
