@@ -1,9 +1,11 @@
 """The step of benchmarks/gpu/step.py with TRL's GRPOTrainer and vLLM on one GPU, for comparison.
 
-python -m benchmarks.gpu.trl_step [--model 0.6B] [--groups 64] [--samples 8] [--tokens 1024] [--steps 4] [--out FILE]
+python -m benchmarks.gpu.trl_step [--model 0.6B] [--groups 64] [--samples 8] [--tokens 1024] [--steps 4]
+                                  [--memory 0.3] [--microbatch 8] [--keep-activations] [--out FILE]
 
 The same model, prompts, number of samples and tokens, two updates per batch, no reference model, bfloat16, truncated
-importance sampling, activations recomputed. vLLM has 0.3 of the GPU, TRL's default, and sleeps while TRL trains.
+importance sampling. Defaults are TRL's: vLLM has 0.3 of the GPU and sleeps while TRL trains, activations are
+recomputed. The default microbatch is small because of the logits, over 152k tokens for each position.
 """
 
 from __future__ import annotations
@@ -22,7 +24,6 @@ from benchmarks.gpu.step import even
 from benchmarks.report import report
 from stages.tasks import Generated
 
-MICROBATCH = 8  # samples; more do not fit in memory, with logits over 152k tokens
 UPDATES = 2
 
 
@@ -35,7 +36,7 @@ def seconds(options: argparse.Namespace, folder: Path) -> tuple[list[float], lis
     model = model_of(options.model, folder)
     task = Generated("reverse")
     prompts = [task.train(index, order=0)[0] for index in range(options.groups * options.steps)]
-    passes = options.groups * options.samples // MICROBATCH
+    passes = options.groups * options.samples // options.microbatch
     ends_s, generation_s = [time.perf_counter()], []
 
     class Clock(TrainerCallback):
@@ -51,13 +52,13 @@ def seconds(options: argparse.Namespace, folder: Path) -> tuple[list[float], lis
 
     config = GRPOConfig(
         output_dir=str(folder / "trl"), max_steps=options.steps * UPDATES, num_generations=options.samples,
-        per_device_train_batch_size=MICROBATCH, steps_per_generation=passes,
+        per_device_train_batch_size=options.microbatch, steps_per_generation=passes,
         gradient_accumulation_steps=passes // UPDATES,
         max_completion_length=options.tokens, learning_rate=1e-6, lr_scheduler_type="constant", beta=0.0, bf16=True,
-        temperature=1.0, gradient_checkpointing=True, report_to="none", save_strategy="no", logging_strategy="no",
-        disable_tqdm=True, seed=0, shuffle_dataset=False, max_grad_norm=1.0, loss_type="dapo", use_vllm=True,
-        vllm_mode="colocate", vllm_enable_sleep_mode=True, vllm_max_model_length=options.tokens + 64,
-        vllm_importance_sampling_mode="token_truncate",
+        temperature=1.0, gradient_checkpointing=not options.keep_activations, report_to="none", save_strategy="no",
+        logging_strategy="no", disable_tqdm=True, seed=0, shuffle_dataset=False, max_grad_norm=1.0, loss_type="dapo",
+        use_vllm=True, vllm_mode="colocate", vllm_enable_sleep_mode=True, vllm_max_model_length=options.tokens + 64,
+        vllm_importance_sampling_mode="token_truncate", vllm_gpu_memory_utilization=options.memory,
         model_init_kwargs={"dtype": "bfloat16"},
     )  # fmt: skip
     Timed(
@@ -72,6 +73,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_work(parser)
     parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--memory", type=float, default=0.3, help="share of the GPU for vLLM's weights and cache")
+    parser.add_argument("--microbatch", type=int, default=8, help="samples per forward and backward pass")
+    parser.add_argument("--keep-activations", action="store_true", help="do not recompute activations")
     parser.add_argument("--out", help="write JSON here")
     options = parser.parse_args()
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
@@ -87,7 +91,11 @@ def main() -> None:
         "tokens/s/GPU": round(tokens / step_s),
         "rollout tokens/s/GPU": round(tokens / rollout_s),
     }
-    notes = f"One GPU; {options.groups} x {options.samples} samples of {options.tokens} tokens, {options.steps} steps."
+    notes = (
+        f"One GPU; {options.groups} x {options.samples} samples of {options.tokens} tokens, {options.steps} steps; "
+        f"vLLM has {options.memory:g} of the GPU, microbatches of {options.microbatch} samples, activations "
+        f"{'kept' if options.keep_activations else 'recomputed'}."
+    )
     report("gpu.trl_step", [row], list(row), notes, options.out)
 
 
