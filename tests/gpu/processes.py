@@ -15,13 +15,15 @@ DEADLINE_S = 180.0
 def each(
     function: Callable[..., Any], gpus: Sequence[str], *given: Any, environment: Mapping[str, str] | None = None
 ) -> list[Any]:
-    """Return the results or exceptions of `function(rank, *given)`, run in one process per GPU.
+    """Return the results or exceptions of `function(rank, *given)`, run in one process per GPU of those that this
+    process may use.
 
     The processes are killed afterwards, even if something in them hangs."""
     with ExitStack() as ended:
         answers = []
+        usable = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
         for rank, gpu in enumerate(gpus):
-            seen = {"CUDA_VISIBLE_DEVICES": gpu, **(environment or {})}
+            seen = {"CUDA_VISIBLE_DEVICES": usable[int(gpu)] if usable[0] else gpu, **(environment or {})}
             pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _begin, (seen,))
             ended.callback(_kill, pool)
             answers.append(pool.submit(function, rank, *given))
