@@ -21,7 +21,7 @@ class Usage:
     def __init__(self, every_s: float = EVERY_S) -> None:
         self._every_s = every_s
         self._last_s = float("-inf")
-        self._tree = Tree(os.getpid())
+        self._tree = ProcessTree(os.getpid())
 
     def read(self) -> tuple[float, float]:
         """Return CPU seconds so far: of this process, and of it and its running descendants."""
@@ -32,7 +32,7 @@ class Usage:
         return time.process_time(), self._tree.cpu_s()
 
 
-class Tree:
+class ProcessTree:
     """A process and its descendants. A process that is none of them does not become one, so it is read only once."""
 
     def __init__(self, root: int) -> None:

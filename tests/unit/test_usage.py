@@ -8,7 +8,7 @@ import sys
 import time
 
 from pipeline.engine import usage as measured
-from pipeline.engine.usage import Tree, Usage
+from pipeline.engine.usage import ProcessTree, Usage
 
 BUSY = """
 import time
@@ -21,12 +21,12 @@ input()
 
 
 def test_a_child_counts_with_its_parent_and_not_with_itself_twice():
-    tree = Tree(os.getpid())
+    tree = ProcessTree(os.getpid())
     before_s = tree.cpu_s()
     command = [sys.executable, "-c", BUSY]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None and child.stdout.readline() == "done\n"
-        alone_s = Tree(child.pid).cpu_s()
+        alone_s = ProcessTree(child.pid).cpu_s()
         spent_s = tree.cpu_s() - before_s
         child.communicate("\n")
     assert 0.28 <= alone_s < 5
@@ -45,8 +45,8 @@ def test_a_process_that_is_no_descendant_is_read_once_and_a_new_child_is_found(m
     stat = measured._stat
     monkeypatch.setattr(measured, "_stat", lambda pid: read.append(pid) or stat(pid))
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, text=True) as other:
-        tree = Tree(os.getpid())
-        beside = Tree(other.pid)
+        tree = ProcessTree(os.getpid())
+        beside = ProcessTree(other.pid)
         assert beside.cpu_s() >= 0 and os.getpid() in read
         read.clear()
         beside.cpu_s()
