@@ -2,7 +2,8 @@
 requests in one message.
 
 The controller runs `OPERATIONS` in order and answers with their results; a storage unit takes lists where it takes one
-request's indexes, columns and fields. Other messages are answered as TransferQueue does, for writers outside.
+request's indexes, columns and fields, and columns travel `packed`. Other messages are answered as TransferQueue does,
+for writers outside.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
+from pipeline.data_plane.packed import packed, unpacked
 from pipeline.data_plane.signed import sign_messages
 
 A_BIT = 0.001  # of a node's own resource, of which each node has 1
@@ -108,7 +110,7 @@ def _controller(base: Any) -> type:
 
 
 def _storage_unit(base: Any) -> type:
-    several, each, cached = SEVERAL, _each, cache
+    several, each, cached, rows_of = SEVERAL, _each, cache, unpacked
 
     class StorageUnit(base):
         def __init__(self, *given: Any, **named: Any) -> None:
@@ -122,7 +124,7 @@ def _storage_unit(base: Any) -> type:
             handle, columns = super()._handle_put, message.body["data"]
             if several not in columns:
                 return handle(message)
-            return each(handle, message, "data", zip(message.body["global_indexes"], columns[several]))
+            return each(handle, message, "data", zip(message.body["global_indexes"], map(rows_of, columns[several])))
 
         def _handle_get(self, message: Any) -> Any:
             handle, fields = super()._handle_get, message.body["fields"]
@@ -134,11 +136,11 @@ def _storage_unit(base: Any) -> type:
 
 
 def _each(handle: Callable[[Any], Any], message: Any, what: str, requests: Iterable[tuple[list[int], Any]]) -> Any:
-    """Return the answer to all requests of a message: the first refusal, or the values of each."""
+    """Return the answer to all requests of a message: the first refusal, or the columns of each, packed."""
     values = []
     for indexes, wanted in requests:
         answer = handle(replace(message, body={"global_indexes": indexes, what: wanted}))
         if "message" in answer.body:
             return answer
-        values.append(answer.body.get("data"))
+        values.append(packed(answer.body.get("data") or {}))
     return replace(answer, body={"data": values})

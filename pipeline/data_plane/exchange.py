@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from pipeline.data_plane.base import absent, conflict
 from pipeline.data_plane.batcher import Call, contained
+from pipeline.data_plane.packed import JOINED_BYTES
 from pipeline.data_plane.rows import Block, Value, same_bytes
 
 if TYPE_CHECKING:
     import torch
-
-JOINED_BYTES = 4096  # rows of equal size travel as one tensor; several writes are copied together up to this size
 
 
 class Write(Call):
@@ -241,7 +240,8 @@ def waves(calls: Sequence[Write]) -> list[list[Write]]:
 
 
 def together(blocks: Sequence[Block]) -> torch.Tensor | list[Value]:
-    """Join the rows of several blocks of one field, for `Wire.store`. Copies only small rows."""
+    """Join the rows of several blocks of one field, for `Wire.store`: rows of equal size to one tensor. Copies only
+    small rows."""
     import torch
 
     first = blocks[0].values

@@ -17,6 +17,7 @@ from typing import Any
 from pipeline.data_plane.actors import SEVERAL
 from pipeline.data_plane.exchange import GoneError
 from pipeline.data_plane.messages import SharedMessages
+from pipeline.data_plane.packed import packed, unpacked
 from pipeline.data_plane.patience import Patience
 
 
@@ -107,7 +108,7 @@ class TransferQueueWire:
         return answer.body[SEVERAL]
 
     async def _put(self, unit: str, requests: Sequence[tuple[list[int], Any]]) -> Sequence[None]:
-        indexes, columns = [own for own, _ in requests], {SEVERAL: [columns for _, columns in requests]}
+        indexes, columns = [own for own, _ in requests], {SEVERAL: [packed(columns) for _, columns in requests]}
         put = self._storage._put_to_single_storage_unit
         await self._retried("put", unit, indexes, partial(put, indexes, columns, target_storage_unit=unit))
         return [None for _ in requests]
@@ -123,7 +124,7 @@ class TransferQueueWire:
             )
         except StorageKeyNotFoundError as error:
             raise GoneError from error
-        return found
+        return [unpacked(columns) for columns in found]
 
     async def _retried(self, operation: str, unit: str, indexes: list[list[int]], request: Any) -> Any:
         """Return a unit's answer. Raises TimeoutError if it gives none."""

@@ -35,7 +35,7 @@ class Lengths:
         self.prompts, self.responses = list(map(int, prompts)), list(map(int, responses))
         self.total = [prompt + response for prompt, response in zip(self.prompts, self.responses)]
         self.quadratic, self._groups = quadratic, groups
-        self.cost = [self.worth(n) for n in self.total]
+        self.cost: Sequence[float] = [self.worth(n) for n in self.total] if quadratic else self.total
 
     def __len__(self) -> int:
         return len(self.total)

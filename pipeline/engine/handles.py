@@ -5,7 +5,9 @@ Knows keys and fields, not columns. It also determines which groups a put has co
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
+from itertools import repeat
 
 from pipeline.data_plane import row_name
 from pipeline.declare.handle import KVBatchMeta, Placement, group_of, groups_of, keys_of, sample_key
@@ -56,6 +58,12 @@ class HandleTable:
     def _check_lengths(self, handle: KVBatchMeta) -> None:
         for dim, lengths in handle.lengths.items():
             known = self._sizes.setdefault(dim, {})
+            found, own = list(map(known.get, handle.keys)), list(zip(repeat(handle.attempt), lengths))
+            if found == own:
+                continue
+            if not any(found):
+                known.update(zip(handle.keys, own))
+                continue
             for key, length in zip(handle.keys, lengths):
                 attempt, other = known.get(key, (-1, 0))
                 if attempt == handle.attempt and other != length:
@@ -140,9 +148,9 @@ class HandleTable:
             for field, of in self._of.items():
                 of.pop(group, None)
                 self._counts.pop((field, group), None)
+        keys = keys_of(tuple(groups), self._group_size)
         for known in self._sizes.values():
-            for key in keys_of(tuple(groups), self._group_size):
-                known.pop(key, None)
+            deque(map(known.pop, keys, repeat(None)), maxlen=0)
 
     def __len__(self) -> int:
         return len(self._puts)

@@ -16,11 +16,12 @@ TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 
 class Usage:
-    """Reads at most once every `every_s`, because it visits every process on the machine. Returns 0 without /proc."""
+    """Reads at most once every `every_s`. Returns 0 without /proc."""
 
     def __init__(self, every_s: float = EVERY_S) -> None:
         self._every_s = every_s
         self._last_s = float("-inf")
+        self._tree = ProcessTree(os.getpid())
 
     def read(self) -> tuple[float, float]:
         """Return CPU seconds so far: of this process, and of it and its running descendants."""
@@ -28,29 +29,39 @@ class Usage:
         if now_s - self._last_s < self._every_s or not PROC.is_dir():
             return 0.0, 0.0
         self._last_s = now_s
-        return time.process_time(), tree_cpu_s(os.getpid())
+        return time.process_time(), self._tree.cpu_s()
 
 
-def tree_cpu_s(root: int) -> float:
-    """Return the CPU seconds of a process and its descendants."""
-    children: dict[int, list[int]] = {}
-    used_s: dict[int, float] = {}
-    for entry in PROC.iterdir():
-        if entry.name.isdigit() and (fields := _stat(entry)):
-            pid = int(entry.name)
-            children.setdefault(int(fields[1]), []).append(pid)
-            used_s[pid] = (int(fields[11]) + int(fields[12])) * TICK_S
-    total_s, todo = 0.0, [root]
-    while todo:
-        pid = todo.pop()
-        total_s += used_s.get(pid, 0.0)
-        todo += children.get(pid, ())
-    return total_s
+class ProcessTree:
+    """A process and its descendants. A process that is none of them does not become one, so it is read only once."""
+
+    def __init__(self, root: int) -> None:
+        self._root = root
+        self._others: set[int] = set()
+
+    def cpu_s(self) -> float:
+        """Return the CPU seconds of all that run."""
+        children: dict[int, list[int]] = {}
+        used_s: dict[int, float] = {}
+        running = {int(name) for name in os.listdir(PROC) if name.isdigit()}
+        self._others &= running
+        for pid in running - self._others:
+            if fields := _stat(pid):
+                children.setdefault(int(fields[1]), []).append(pid)
+                used_s[pid] = (int(fields[11]) + int(fields[12])) * TICK_S
+        total_s, todo, found = 0.0, [self._root], set[int]()
+        while todo:
+            pid = todo.pop()
+            found.add(pid)
+            total_s += used_s.get(pid, 0.0)
+            todo += children.get(pid, ())
+        self._others |= used_s.keys() - found
+        return total_s
 
 
-def _stat(entry: Path) -> list[str] | None:
+def _stat(pid: int) -> list[str] | None:
     """Return the fields of /proc/PID/stat after the name, which may contain spaces; None if the process has ended."""
     try:
-        return (entry / "stat").read_text().rpartition(")")[2].split()
+        return (PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
     except OSError:
         return None

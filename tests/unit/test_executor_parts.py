@@ -236,6 +236,25 @@ def test_lengths_are_those_of_the_later_attempt() -> None:
     assert table.lengths(keys)["T"] == (4, 1) and table.longest((0,), "T") == (4,)
 
 
+@pytest.mark.parametrize("groups", [(0,), (0, 1)], ids=["all known", "some known"])
+def test_one_length_that_differs_among_known_and_new_ones_is_named(groups) -> None:
+    table = HandleTable(2)
+
+    def add(of: tuple[int, ...], lengths: tuple[int, ...]) -> None:
+        keys = keys_of(of, 2)
+        table.add(KVBatchMeta(keys=keys, partition_id="g", fields=(), lengths={"T": lengths}))
+
+    add((0,), (3, 5))
+    add(groups, (3, 5, 2, 7)[: 2 * len(groups)])
+    assert table.lengths(keys_of(groups, 2))["T"] == (3, 5, 2, 7)[: 2 * len(groups)]
+    with pytest.raises(DataPlaneError, match=r"00000000_g001 has the length 4 in T, and 5 before"):
+        add(groups, (3, 4, 2, 7)[: 2 * len(groups)])
+    table.forget(groups)
+    assert table.lengths(keys_of((0,), 2)) == {}
+    add((0,), (1, 1))
+    assert table.longest((0,), "T") == (1,)
+
+
 def test_rows_of_a_lost_attempt_go_with_their_group_and_once_more_at_the_end() -> None:
     token = Field("token", dtype="int32")
     plane, table = MemoryPlane(), HandleTable(2)
