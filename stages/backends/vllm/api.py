@@ -31,7 +31,8 @@ from vllm.third_party import pynvml
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
-from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
+from vllm.v1.outputs import SamplerOutput
+from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, LogitsProcessors, MoveDirectionality
 
 from stages.backends.refit.source import peer_lost
 from stages.backends.refit.target import Received
@@ -44,7 +45,9 @@ __all__ = [
     "BatchUpdate",
     "EngineDeadError",
     "LogitsProcessor",
+    "LogitsProcessors",
     "MoveDirectionality",
+    "SamplerOutput",
     "SecondSampler",
     "WeightTransferEngine",
     "WeightTransferEngineFactory",
@@ -65,10 +68,12 @@ __all__ = [
     "pause",
     "receive",
     "second_runner",
+    "verify",
 ]
 
 SecondSampler: Any = importlib.import_module("vllm.v1.worker.gpu.sample.sampler").Sampler  # of the second model runner
 INTERVAL = 16  # tokens per request between two outputs
+NGRAM = (2, 4)  # the fewest and the most last tokens that are looked up earlier in a request
 
 
 def computes_on_cpu() -> bool:
@@ -76,15 +81,21 @@ def computes_on_cpu() -> bool:
     return bool(current_platform.is_cpu())
 
 
-def open_llm(folder: Path, *, gpus: bool, tensor_parallel: int, memory: float, cache: str = "auto") -> AsyncLLM:
+def open_llm(
+    folder: Path, *, gpus: bool, tensor_parallel: int, memory: float, cache: str = "auto", speculate: int = 0,
+    draft: Path | None = None,
+) -> AsyncLLM:  # fmt: skip
     """Start an engine in the running event loop and wait until it is ready. On GPUs it takes the share `memory` of
-    each, or nearly all that is free if that is less, and `cache` is the number format of keys and values.
+    each, or nearly all that is free if that is less, and `cache` is the number format of keys and values. `speculate`
+    tokens are drafted per step, by the model in the folder `draft` or by n-grams; call `verify` before any request.
 
     Raises ValueError or RuntimeError if it cannot start.
     """
-    settings: dict[str, Any] = {}
+    if speculate and has_second_runner():
+        raise ValueError(f"only the first model runner verifies drafts, and {SECOND_RUNNER} chooses the second one")
+    settings: dict[str, Any] = _speculation(speculate, draft, tensor_parallel) if speculate else {}
     if gpus:
-        settings = {
+        settings |= {
             "enable_sleep_mode": True,
             "gpu_memory_utilization": min(memory, _left()),
             "kv_cache_dtype": cache,
@@ -99,7 +110,7 @@ def open_llm(folder: Path, *, gpus: bool, tensor_parallel: int, memory: float, c
         enforce_eager=not gpus,
         max_model_len=-1,  # as long as the model allows and the cache can hold
         enable_prefix_caching=True,
-        logits_processors=None if has_second_runner() else ["stages.backends.vllm.choice:Choice"],
+        logits_processors=None if has_second_runner() or speculate else ["stages.backends.vllm.choice:Choice"],
         worker_extension_cls="stages.backends.vllm.loader.Loader",
         weight_transfer_config=WeightTransferConfig(backend="sluice"),
         stream_interval=INTERVAL,
@@ -110,6 +121,16 @@ def open_llm(folder: Path, *, gpus: bool, tensor_parallel: int, memory: float, c
     if not gpus:
         _check_head(config.model_config.get_head_size())
     return AsyncLLM.from_vllm_config(config, disable_log_stats=True)
+
+
+def _speculation(tokens: int, draft: Path | None, tensor_parallel: int) -> dict[str, Any]:
+    """Settings of an engine that drafts this many tokens per step. It knows how many tokens a request has before it
+    prepares the next step: which random number is next depends on it."""
+    if draft is None:
+        by: dict[str, Any] = {"method": "ngram", "prompt_lookup_min": NGRAM[0], "prompt_lookup_max": NGRAM[1]}
+    else:
+        by = {"method": "draft_model", "model": str(draft), "draft_tensor_parallel_size": tensor_parallel}
+    return {"speculative_config": {"num_speculative_tokens": tokens, **by}, "async_scheduling": False}
 
 
 def has_second_runner() -> bool:
@@ -175,10 +196,13 @@ async def outputs(
         yield list(made.token_ids), made.finish_reason
 
 
-async def logprobs(llm: AsyncLLM, lengths: Mapping[str, int], others: Sequence[str]) -> list[np.ndarray]:
-    """`Loader.sluice_logprobs` of the first rank (all ranks hold the same): one array per request."""
+async def logprobs(
+    llm: AsyncLLM, lengths: Mapping[str, int], others: Sequence[str]
+) -> tuple[list[np.ndarray], list[int]]:
+    """`Loader.sluice_logprobs` of the first rank (all ranks hold the same): one array per request, and its passes."""
     answers = await llm.collective_rpc("sluice_logprobs", args=(dict(lengths), list(others)))
-    return [np.frombuffer(row, np.float32) for row in answers[0]]
+    rows, passes = answers[0]
+    return [np.frombuffer(row, np.float32) for row in rows], passes
 
 
 def load_anew(config: VllmConfig, model: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -219,6 +243,11 @@ async def forget(llm: AsyncLLM) -> None:
     ranks twice about image caches, which these models do not have."""
     if not await llm.reset_prefix_cache(reset_running_requests=True):
         raise RuntimeError("vLLM has not cleared its cache")
+
+
+async def verify(llm: AsyncLLM) -> None:
+    """`Loader.sluice_verify` on all ranks."""
+    await llm.collective_rpc("sluice_verify")
 
 
 async def differing(llm: AsyncLLM) -> list[str]:
