@@ -171,7 +171,12 @@ class Choice(LogitsProcessor):
         return tokens_R
 
     def _chosen(
-        self, rows: list[BatchRow], places: np.ndarray, kept_R: torch.Tensor, logits: torch.Tensor, index_R: torch.Tensor
+        self,
+        rows: list[BatchRow],
+        places: np.ndarray,
+        kept_R: torch.Tensor,
+        logits: torch.Tensor,
+        index_R: torch.Tensor,
     ) -> torch.Tensor:
         """Choose the tokens of rows of one kind, and keep their logprobs."""
         sampling, uniform_R = rows[0].sampling, None
