@@ -120,7 +120,7 @@ class Choice(LogitsProcessor):
         self._device, self._pinned = device, is_pin_memory
         speculation = vllm_config.speculative_config
         self._drafts = 0 if speculation is None else int(speculation.num_speculative_tokens)
-        self._spare = 1 + self._drafts
+        self._spare = 1 + 2 * self._drafts  # all that a step verifies, and then drafts
         # a Python number would be copied to the device each time
         self._greatest = torch.full((), torch.inf, device=device)
         self._rows: dict[int, BatchRow] = {}
@@ -205,8 +205,8 @@ class Choice(LogitsProcessor):
         for sampling, indices in alike.items():
             rows = [self._rows[index] for index in indices]
             kept = np.array([_kept.row(row.name, sampling.max_tokens + self._spare, self._device) for row in rows])
-            index = np.array(indices)
-            made.append(Alike(rows, index, kept, self._sent(index), self._sent(kept)))
+            places = np.array(indices)
+            made.append(Alike(rows, places, kept, self._sent(places), self._sent(kept)))
         return made
 
     def _sent(self, values_B: np.ndarray) -> torch.Tensor:

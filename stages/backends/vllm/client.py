@@ -178,8 +178,8 @@ class Client:
         unread, self._unread = sorted(self._unread), set()
         lengths = {request.name: len(request.tokens) for request in lot}
         found, passes = await self._answer(llm, versions.logprobs(llm, lengths, unread))
-        for request, request.logprobs, request.passes in zip(lot, found, passes):
-            pass
+        for request, values, count in zip(lot, found, passes):
+            request.logprobs, request.passes = values, count
 
     async def _follow(self, llm: versions.AsyncLLM, request: Request) -> None:
         try:

@@ -1,12 +1,15 @@
-"""Verifies drafted tokens inside vLLM. Runs in the engine's processes; knows no drafts but their tokens.
+"""Verifies drafted tokens inside vLLM, and draws them if a model drafts. Runs in the engine's processes.
 
 A draft proposes the next tokens of a request, and one pass of the model computes the logits of all their places. vLLM's
-rejection sampler (Leviathan et al. 2023, Chen et al. 2023) keeps the distribution, but draws other random numbers.
+rejection sampler (Leviathan et al. 2023, arXiv 2211.17192) keeps the distribution, but draws other random numbers.
 `Verifier` keeps the sample: `Choice` chooses the token of each place from its logits and its own random number, as
 without drafts, and a draft is accepted if it is that token. The first token that differs from its draft is still right,
 since its logits depend on accepted tokens only.
 
-Legend: B requests of a step, R rows of logits, D drafted tokens, K places.
+A model that drafts chooses each token with the random number of its place too, by the same sampling parameters. Where
+its distribution is that of the policy it therefore proposes the very token, not only the most probable one.
+
+Legend: B requests of a step, R rows of logits, D drafted tokens, K places, T places ahead, V vocabulary.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from stages.backends.choose import choose
 from stages.backends.vllm.api import LogitsProcessors, SamplerOutput
 from stages.backends.vllm.choice import Choice, offsets
 
@@ -23,50 +27,81 @@ NONE = -1  # what vLLM ignores: no token
 _NO_DRAFT = -2
 
 
-class Verifier:
-    """Replaces the rejection sampler of the first model runner."""
+class Verifier(Choice):
+    """Replaces the rejection sampler of the first model runner, and the draft model's choice of tokens.
 
-    def __init__(self, choice: Choice) -> None:
-        self._choice = choice
+    vLLM 0.26 calls `apply`, as a logits processor, in steps in which no request has a draft.
+    """
+
+    def __init__(self, model_runner: Any, device: torch.device) -> None:
+        super().__init__(model_runner.vllm_config, device, device.type == "cuda")
+        self._drafter = model_runner.drafter if model_runner.speculative_config.uses_draft_model() else None
+        if self._drafter is not None:
+            self._drafter._sample_draft_tokens = self.draft
+        self._ahead_BT = torch.zeros(0, 0)  # random numbers of the places after each request's next one
+        self._next_B = torch.zeros(0)  # which of them is that of the next draft
 
     def __call__(self, drafted: Any, draft_probs: Any, logits: torch.Tensor, sampling_metadata: Any) -> Any:
         """Return the accepted tokens of each request and the one after them. `drafted` is vLLM's metadata of a step."""
         counts_B = np.array(drafted.num_draft_tokens) + 1
-        tokens_R = self._choice.choose(logits, counts_B)
-        return SamplerOutput(
-            sampled_token_ids=accepted(tokens_R, drafted.draft_token_ids, counts_B).int(), logprobs_tensors=None
-        )
+        tokens_BK = self._accepted(self.choose(logits, counts_B), drafted.draft_token_ids, counts_B)
+        if self._drafter is not None:
+            self._begin_drafts((tokens_BK != NONE).sum(1))
+        return SamplerOutput(sampled_token_ids=tokens_BK.int(), logprobs_tensors=None)
 
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        """Choose one token per row."""
+        made = super().apply(logits)
+        if self._drafter is not None:
+            self._begin_drafts(torch.ones(len(logits), dtype=torch.int64, device=self._device))
+        return made
 
-def accepted(tokens_R: torch.Tensor, drafts_D: torch.Tensor, counts_B: np.ndarray) -> torch.Tensor:
-    """Return the tokens [B, K] of each request up to the first that differs from its draft, then NONE.
+    def draft(self, hidden: torch.Tensor, sampling_metadata: Any) -> tuple[torch.Tensor, None]:
+        """Choose the next draft of each request from the draft model's last hidden states [B, H], in vLLM's form."""
+        logits_BV = self._drafter.model.compute_logits(hidden)
+        uniform_B = self._ahead_BT.gather(1, self._next_B[:, None])[:, 0]
+        self._next_B = self._next_B + 1
+        tokens_B = torch.zeros(len(logits_BV), dtype=torch.int64, device=self._device)
+        for group in self._alike or ():
+            sampling = group.rows[0].sampling
+            own_B = None if sampling.greedy else uniform_B[group.index_B]
+            tokens_B[group.index_B] = choose(logits_BV[group.index_B], sampling, own_B)[0]
+        return tokens_B, None
 
-    Request i has `counts_B[i]` rows of `tokens_R` and one draft less. The token in row j is compared with draft j.
-    """
-    device, width = tokens_R.device, int(counts_B.max())
-    tokens_BK = torch.full((len(counts_B), width), NONE, dtype=torch.int64, device=device)
-    tokens_BK[_at(counts_B, device)] = tokens_R
-    drafts_BK = torch.full((len(counts_B), width - 1), _NO_DRAFT, dtype=torch.int64, device=device)
-    drafts_BK[_at(counts_B - 1, device)] = drafts_D.long()
-    is_right_BK = (tokens_BK[:, :-1] == drafts_BK).cumprod(1).bool()
-    tokens_BK[:, 1:].masked_fill_(~is_right_BK, NONE)
-    return tokens_BK
+    def _begin_drafts(self, gained_B: torch.Tensor) -> None:
+        """Have the random numbers of the next drafts ready. Each request gains so many tokens in this step; only the
+        device knows how many."""
+        self._next_B = gained_B - 1
+        tokens = 2 * self._drafts
+        ahead_BT = np.zeros((len(gained_B), tokens))
+        for group in self._alike or ():
+            for index, row, place in zip(group.indices, group.rows, group.places()):
+                if row.uniforms_T is not None:
+                    ahead_BT[index] = row.uniforms_T[place + 1 : place + 1 + tokens]
+        self._ahead_BT = self._sent(ahead_BT)
+
+    def _accepted(self, tokens_R: torch.Tensor, drafts_D: torch.Tensor, counts_B: np.ndarray) -> torch.Tensor:
+        """Return the tokens [B, K] of each request up to the first that differs from its draft, then NONE.
+
+        Request i has `counts_B[i]` rows of `tokens_R` and one draft less. The token in row j is compared with draft j.
+        """
+        width = int(counts_B.max())
+        tokens_BK = torch.full((len(counts_B), width), NONE, dtype=torch.int64, device=self._device)
+        tokens_BK[self._at(counts_B)] = tokens_R
+        drafts_BK = torch.full((len(counts_B), width - 1), _NO_DRAFT, dtype=torch.int64, device=self._device)
+        drafts_BK[self._at(counts_B - 1)] = drafts_D.long()
+        is_right_BK = (tokens_BK[:, :-1] == drafts_BK).cumprod(1).bool()
+        tokens_BK[:, 1:].masked_fill_(~is_right_BK, NONE)
+        return tokens_BK
+
+    def _at(self, counts_B: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows and columns of the first `counts_B` places of each row."""
+        rows = np.repeat(np.arange(len(counts_B)), counts_B)
+        return self._sent(rows), self._sent(offsets(counts_B))
 
 
 def install(model_runner: Any, device: torch.device) -> None:
-    """Have the first model runner choose tokens so. Its own logits processors are refused with speculation."""
-    choice = Choice(model_runner.vllm_config, device, device.type == "cuda")
-    model_runner.input_batch.logitsprocs = LogitsProcessors([choice])
-    model_runner.rejection_sampler = Verifier(choice)
-
-
-def _at(counts_B: np.ndarray, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows and columns of the first `counts_B` places of each row."""
-    rows = np.repeat(np.arange(len(counts_B)), counts_B)
-    return _sent(rows, device), _sent(offsets(counts_B), device)
-
-
-def _sent(values: np.ndarray, device: torch.device) -> torch.Tensor:
-    """Copy to the device without synchronizing."""
-    tensor = torch.from_numpy(values)
-    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
+    """Have the first model runner choose tokens so. vLLM refuses logits processors of others with speculation."""
+    verifier = Verifier(model_runner, device)
+    model_runner.input_batch.logitsprocs = LogitsProcessors([verifier])
+    model_runner.rejection_sampler = verifier
