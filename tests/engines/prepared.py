@@ -25,7 +25,6 @@ PRELOADED = (
     "vllm.v1.executor.multiproc_executor",
     "vllm.v1.worker.cpu_worker",
     "vllm.v1.attention.backends.cpu_attn",
-    "vllm.v1.spec_decode.ngram_proposer",
     "vllm.model_executor.models.llama",
     "vllm.model_executor.models.qwen3_moe",
     "vllm.model_executor.model_loader.default_loader",

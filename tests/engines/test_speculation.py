@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -103,6 +102,22 @@ def test_a_stop_text_ends_a_response_at_the_token_that_completes_it(
         assert rows_of(made)[longest] == rows_of(plain["plain"])[longest][:end]
 
 
+def test_stop_texts_are_looked_for_after_each_token() -> None:
+    """Versions of vLLM that look once per step would keep what follows one in the same step."""
+    from stages.backends.vllm.api import one_by_one
+
+    seen: list[tuple[list[int], bool]] = []
+
+    def update(_: Any, tokens: list[int], is_closed: bool) -> str | None:
+        seen.append((tokens, is_closed))
+        return "stop" if tokens == [7] else None
+
+    looks = one_by_one(update)
+    assert looks(None, [5, 7, 8], True) == "stop" and seen == [([5], False), ([7], False)]
+    assert looks(None, [5, 8], True) is None and seen[2:] == [([5], False), ([8], True)]
+    assert looks(None, [], False) is None
+
+
 def test_weights_change_between_two_steps_of_several_tokens(by_ngrams: Any, model: Model, other: Model) -> None:
     """Each token has the version whose weights give it its logprob."""
     sampling = replace(COLD, max_tokens=700)
@@ -135,9 +150,12 @@ def test_weights_change_between_two_steps_of_several_tokens(by_ngrams: Any, mode
             assert (has - wanted).abs().max() < NEAR
             if 1 in stamps and 2 in stamps:
                 at = stamps.index(2)
-                seams += bool((has - found[1][i])[at].abs() > 10 * NEAR and (has - found[2][i])[at - 1].abs() > 10 * NEAR)
+                seams += bool(
+                    (has - found[1][i])[at].abs() > 10 * NEAR and (has - found[2][i])[at - 1].abs() > 10 * NEAR
+                )
     assert seams >= 2
-    assert sum(event.made.passes for event in made) < 0.8 * sum(sum(event.made.response_ids.lengths) for event in made)
+    tokens = sum(sum(event.made.response_ids.lengths) for event in made)
+    assert sum(event.made.passes for event in made) < 0.8 * tokens
 
 
 def test_groups_that_nobody_wants_are_given_up(by_ngrams: Any, model: Model) -> None:
@@ -156,3 +174,13 @@ def test_groups_that_nobody_wants_are_given_up(by_ngrams: Any, model: Model) -> 
     assert [sorted(event.tokens) for event in events if isinstance(event, Cancelled)] == [[1]]
     assert {group for event in events if isinstance(event, Decoded) for group in event.groups} == {0, 2, 3}
     assert rows_of(sampled(by_ngrams, model, PLAIN))  # what was given up left nothing behind
+
+
+def test_tokens_are_accepted_up_to_the_first_that_differs_from_its_draft() -> None:
+    from stages.backends.vllm.speculation import accepted
+
+    tokens = torch.tensor([5, 6, 7, 8, 1, 2, 3, 4, 9, 9])
+    drafts, ends = torch.tensor([5, 6, 1, 0, 3, 0]), torch.tensor([3, 4, 8, 10])
+    found = accepted(tokens, drafts, ends, 4).tolist()
+    assert found == [[5, 6, 7, -1], [8, -1, -1, -1], [1, 2, -1, -1], [9, -1, -1, -1]]
+    assert accepted(tokens[:2], drafts[:0], torch.tensor([1, 2]), 1).tolist() == [[5], [6]]

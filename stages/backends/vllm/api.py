@@ -6,9 +6,10 @@ without aborting requests, and outputs that count their tokens.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.third_party import pynvml
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.detokenizer import BaseIncrementalDetokenizer
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.outputs import SamplerOutput
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, LogitsProcessors, MoveDirectionality
@@ -62,6 +64,7 @@ __all__ = [
     "load_anew",
     "logprobs",
     "longest",
+    "one_by_one",
     "open_llm",
     "outputs",
     "parameters",
@@ -93,7 +96,10 @@ def open_llm(
     """
     if speculate and has_second_runner():
         raise ValueError(f"only the first model runner verifies drafts, and {SECOND_RUNNER} chooses the second one")
-    settings: dict[str, Any] = _speculation(speculate, draft, tensor_parallel) if speculate else {}
+    settings: dict[str, Any] = {}
+    if speculate:
+        settings = _speculation(speculate, draft, tensor_parallel)
+        _end_at_stop_texts()
     if gpus:
         settings |= {
             "enable_sleep_mode": True,
@@ -131,6 +137,24 @@ def _speculation(tokens: int, draft: Path | None, tensor_parallel: int) -> dict[
     else:
         by = {"method": "draft_model", "model": str(draft), "draft_tensor_parallel_size": tensor_parallel}
     return {"speculative_config": {"num_speculative_tokens": tokens, **by}, "async_scheduling": False}
+
+
+@functools.cache
+def _end_at_stop_texts() -> None:
+    """Have this process look for stop texts after each token: vLLM 0.26 looks once per step, and keeps the tokens of
+    the step that follow one."""
+    BaseIncrementalDetokenizer.update = one_by_one(BaseIncrementalDetokenizer.update)  # type: ignore[assignment,method-assign]
+
+
+def one_by_one(update: Callable[[Any, list[int], bool], str | None]) -> Callable[[Any, list[int], bool], str | None]:
+    """Return an `update` of a detokenizer that takes one token at a time and ends at the first stop text."""
+
+    def updated(self: Any, new_token_ids: list[int], stop_terminated: bool) -> str | None:
+        last = len(new_token_ids) - 1
+        found = (update(self, [token], stop_terminated and i == last) for i, token in enumerate(new_token_ids))
+        return next((stop for stop in found if stop is not None), None)
+
+    return updated
 
 
 def has_second_runner() -> bool:

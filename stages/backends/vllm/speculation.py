@@ -18,13 +18,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.functional import pad
 
 from stages.backends.choose import choose
 from stages.backends.vllm.api import LogitsProcessors, SamplerOutput
-from stages.backends.vllm.choice import Choice, offsets
+from stages.backends.vllm.choice import Choice
 
 NONE = -1  # what vLLM ignores: no token
-_NO_DRAFT = -2
 
 
 class Verifier(Choice):
@@ -35,7 +35,8 @@ class Verifier(Choice):
 
     def __init__(self, model_runner: Any, device: torch.device) -> None:
         super().__init__(model_runner.vllm_config, device, device.type == "cuda")
-        self._drafter = model_runner.drafter if model_runner.speculative_config.uses_draft_model() else None
+        drafts = model_runner.speculative_config.uses_draft_model()
+        self._drafter: Any = model_runner.drafter if drafts else None
         if self._drafter is not None:
             self._drafter._sample_draft_tokens = self.draft
         self._ahead_BT = torch.zeros(0, 0)  # random numbers of the places after each request's next one
@@ -44,7 +45,8 @@ class Verifier(Choice):
     def __call__(self, drafted: Any, draft_probs: Any, logits: torch.Tensor, sampling_metadata: Any) -> Any:
         """Return the accepted tokens of each request and the one after them. `drafted` is vLLM's metadata of a step."""
         counts_B = np.array(drafted.num_draft_tokens) + 1
-        tokens_BK = self._accepted(self.choose(logits, counts_B), drafted.draft_token_ids, counts_B)
+        tokens_R, ends_B = self.choose(logits, counts_B), drafted.cu_num_sampled_tokens
+        tokens_BK = accepted(tokens_R, drafted.draft_token_ids, ends_B, int(counts_B.max()))
         if self._drafter is not None:
             self._begin_drafts((tokens_BK != NONE).sum(1))
         return SamplerOutput(sampled_token_ids=tokens_BK.int(), logprobs_tensors=None)
@@ -80,24 +82,21 @@ class Verifier(Choice):
                     ahead_BT[index] = row.uniforms_T[place + 1 : place + 1 + tokens]
         self._ahead_BT = self._sent(ahead_BT)
 
-    def _accepted(self, tokens_R: torch.Tensor, drafts_D: torch.Tensor, counts_B: np.ndarray) -> torch.Tensor:
-        """Return the tokens [B, K] of each request up to the first that differs from its draft, then NONE.
 
-        Request i has `counts_B[i]` rows of `tokens_R` and one draft less. The token in row j is compared with draft j.
-        """
-        width = int(counts_B.max())
-        tokens_BK = torch.full((len(counts_B), width), NONE, dtype=torch.int64, device=self._device)
-        tokens_BK[self._at(counts_B)] = tokens_R
-        drafts_BK = torch.full((len(counts_B), width - 1), _NO_DRAFT, dtype=torch.int64, device=self._device)
-        drafts_BK[self._at(counts_B - 1)] = drafts_D.long()
-        is_right_BK = (tokens_BK[:, :-1] == drafts_BK).cumprod(1).bool()
-        tokens_BK[:, 1:].masked_fill_(~is_right_BK, NONE)
-        return tokens_BK
+def accepted(tokens_R: torch.Tensor, drafts_D: torch.Tensor, ends_B: torch.Tensor, places: int) -> torch.Tensor:
+    """Return the tokens [B, K] of each request up to the first that differs from its draft, then NONE.
 
-    def _at(self, counts_B: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows and columns of the first `counts_B` places of each row."""
-        rows = np.repeat(np.arange(len(counts_B)), counts_B)
-        return self._sent(rows), self._sent(offsets(counts_B))
+    The rows of request i, at most `places`, end before `ends_B[i]`; each but the last has a draft, in the same order.
+    """
+    ends_B, at_R = ends_B.long(), torch.arange(len(tokens_R), device=tokens_R.device)
+    row_R = torch.searchsorted(ends_B, at_R, right=True)
+    column_R = at_R - pad(ends_B, (1, -1))[row_R]
+    is_right_R = (tokens_R == pad(drafts_D, (0, 1))[at_R - row_R]) & (at_R + 1 < ends_B[row_R])
+    tokens_BK = torch.full((len(ends_B), places), NONE, dtype=tokens_R.dtype, device=tokens_R.device)
+    is_right_BK = torch.zeros_like(tokens_BK, dtype=torch.bool)
+    tokens_BK[row_R, column_R], is_right_BK[row_R, column_R] = tokens_R, is_right_R
+    tokens_BK[:, 1:].masked_fill_(~is_right_BK[:, :-1].cumprod(1).bool(), NONE)
+    return tokens_BK
 
 
 def install(model_runner: Any, device: torch.device) -> None:
