@@ -11,7 +11,8 @@ trained repeat themselves at a low temperature, which is what n-grams find.
 
 All sample from softmax(logits / temperature) and return the logprob of each token; vLLM alone uses its own sampler,
 `LLM.generate` and `n` samples per prompt. Each contender runs in a separate process, and the second of two rounds
-counts. The table also has the time of one choice of tokens for the same number of rows, as in the logits processor, without an engine.
+counts. The table also has the time of one choice of tokens for the same number of rows, as in the logits processor,
+without an engine.
 """
 
 from __future__ import annotations
@@ -147,8 +148,8 @@ def main() -> None:
             row |= {"tokens/s": round(tokens / took_s), "ms per token of all": round(1000 * took_s / options.tokens, 2)}
         rows.append(row)
         print(row, file=sys.stderr, flush=True)
-        notes = f"{options.groups} x {options.samples} samples of {options.tokens} tokens, {options.model}."
-        notes += f" Temperature {options.temperature:g}."
+        notes = f"{options.groups} x {options.samples} samples of {options.tokens} tokens, {options.model}, "
+        notes += f"temperature {options.temperature:g}."
         if options.speculate:
             notes += f" {options.speculate} drafts per step by {options.draft or 'n-grams'}."
         columns = ["contender", "s", "tokens/s", "ms per token of all", "tokens per pass"]
