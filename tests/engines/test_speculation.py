@@ -184,3 +184,11 @@ def test_tokens_are_accepted_up_to_the_first_that_differs_from_its_draft() -> No
     found = accepted(tokens, drafts, ends, 4).tolist()
     assert found == [[5, 6, 7, -1], [8, -1, -1, -1], [1, 2, -1, -1], [9, -1, -1, -1]]
     assert accepted(tokens[:2], drafts[:0], torch.tensor([1, 2]), 1).tolist() == [[5], [6]]
+
+
+def test_the_second_model_runner_is_refused(monkeypatch: pytest.MonkeyPatch, root: Path) -> None:
+    from stages.backends.vllm.api import open_llm
+
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    with pytest.raises(ValueError, match="only the first model runner verifies drafts"):
+        open_llm(root, gpus=False, tensor_parallel=1, memory=0.5, speculate=2)
