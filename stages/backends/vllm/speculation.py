@@ -71,8 +71,8 @@ class Verifier(Choice):
         return tokens_B, None
 
     def _begin_drafts(self, gained_B: torch.Tensor) -> None:
-        """Have the random numbers of the next drafts ready. `gained_B`, the tokens that each request gains now, is known
-        on the device only."""
+        """Have the random numbers of the next drafts ready. Only the device knows `gained_B`, the tokens that each
+        request gains in this step."""
         self._next_B = gained_B - 1
         tokens = 2 * self._drafts
         ahead_BT = np.zeros((len(gained_B), tokens))
