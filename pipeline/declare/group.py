@@ -93,6 +93,10 @@ class WorkerGroup(_Located):
     memory     share of a GPU for weights and cache, for a backend that allocates its memory at once ("vllm")
     cache      number format of the keys and values of earlier tokens: "auto", the model's; or "fp8" (e4m3), half the
                memory and the reading of bfloat16, for "vllm" on GPUs. Logprobs then differ more from the trainer's
+    speculate  tokens that are drafted in each step of sampling and verified together in one pass, for "vllm"; 0 is off.
+               Samples are those without drafts. Drafts repeat what followed the last 2 to 4 tokens earlier in the
+               prompt or the response
+    draft      with speculate: a small model with the same vocabulary that drafts instead. It is never trained
     fully_sharded  shard a model's weights, gradients and optimizer over the data-parallel workers (FSDP2)
     python     the interpreter of its workers, such as "venv/bin/python", if their packages must not be the driver's. A
                relative path is relative to the working directory, like that of data or of a model. On a cluster, it and
@@ -116,6 +120,8 @@ class WorkerGroup(_Located):
     memory: float = 0.85
     python: str | os.PathLike[str] | None = None
     cache: Literal["auto", "fp8"] = "auto"
+    speculate: int = 0
+    draft: Model | None = None
     own: Backend | None = field(default=None, kw_only=True, repr=False)
 
     def __post_init__(self) -> None:

@@ -120,7 +120,7 @@ def forecast(graph: Graph, planned: Plan, gpu: Gpu, assumed: Assumed) -> Forecas
             idle += [stage.name] if isinstance(made, Drawn) else []
     notes = [lengths.note()]
     notes += [f"{', '.join(idle)}: taken to need no time; --stage NAME=SECONDS sets it"] if idle else []
-    notes += _divisions(found)
+    notes += [*_divisions(found), *_speculation(found)]
     costs = Costs(turn_s={name: _turn_s(one, found, gpu) for name, one in found.items() if one.beside_bytes})
     return Forecast(
         recording=Recording(plan=planned, durations=Durations(times, costs), notes=notes),
@@ -157,3 +157,8 @@ def _divisions(found: dict[str, GroupMemory]) -> list[str]:
     if not names:
         return []
     return [f"{', '.join(names)}: what the GPUs of a worker group send each other is not counted"]
+
+
+def _speculation(found: dict[str, GroupMemory]) -> list[str]:
+    names = [one.group.name for one in found.values() if one.group.speculate]
+    return [f"{', '.join(names)}: taken to sample as fast as without drafts"] if names else []

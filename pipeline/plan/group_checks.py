@@ -9,7 +9,7 @@ from math import lcm
 from pipeline.declare import interpreter
 from pipeline.declare.backend import PLAIN
 from pipeline.declare.graph import Graph
-from pipeline.declare.group import CACHES, WorkerGroup
+from pipeline.declare.group import CACHES, Model, WorkerGroup
 from pipeline.declare.parameters import Rule, at_least, broken, number, one_of, truth
 from pipeline.declare.stage import Stage
 from pipeline.errors import Problem, counted, shown
@@ -41,6 +41,8 @@ _RULES = (
         fix=0.85,
     ),
     one_of("cache", CACHES, why="the cache has the model's number format, or 8-bit floats", fix="cache='auto'"),
+    at_least("speculate", 0, most=128, why="speculate is the tokens drafted in each step, at most 128; 0 is off"),
+    Rule("draft", lambda value: isinstance(value, Model | None), "a Model drafts tokens, or none", "draft=Model(...)"),
     Rule(
         "python",
         lambda value: value is None or _is_path(value),
@@ -68,7 +70,7 @@ def group_problems(graph: Graph, stages: Sequence[Stage], gpus: int | None) -> I
         yield from wrong
         usable += [] if wrong else [group]
     for group in usable:
-        for what, why, fix in (*_division(group, graph.batch), *_cache(group)):
+        for what, why, fix in (*_division(group, graph.batch), *_cache(group), *_speculation(group)):
             says = f"worker group {group.name!r} has {what}"
             yield Problem(where=str(group.location), what=says, why=why, fix=fix)
         for what, why, fix in _colocated(group, groups, graph) if group.colocated is not None else ():
@@ -90,6 +92,13 @@ def _cache(group: WorkerGroup) -> Iterator[tuple[str, str, str]]:
     if group.cache != CACHES[0] and not (group.leads and group.gpus):
         on = f"the backend {group.backend!r} on {counted(group.gpus, 'GPU')}"
         yield f"cache={group.cache!r} and {on}", "only vLLM on GPUs has such a cache", f"cache={CACHES[0]!r}"
+
+
+def _speculation(group: WorkerGroup) -> Iterator[tuple[str, str, str]]:
+    if group.speculate and not group.leads:
+        yield f"speculate={group.speculate} and the backend {group.backend!r}", "only vLLM drafts tokens", "speculate=0"
+    elif group.draft is not None and not group.speculate:
+        yield "a draft and speculate=0", "no token is drafted", "speculate=4, or leave out draft"
 
 
 def _division(group: WorkerGroup, batch: int) -> Iterator[tuple[str, str, str]]:

@@ -33,6 +33,7 @@ KNOWN: tuple[tuple[str, Words], ...] = (
     (r"eval/(?!count|length_mean|truncated)(.+)", _words("Held out: {}", LEARNING, "On prompts that are never trained on. If it falls while reward rises: overfitting or reward hacking.")),
     ("rollout/length_mean", _words("Response length", TEXTS, "Tokens. A slow rise is normal when longer reasoning pays off; a jump is not.")),
     ("rollout/truncated", _words("Truncated", TEXTS, "Responses that hit max_tokens. Above a few percent, the limit distorts learning.", "%")),
+    ("rollout/tokens_per_pass", _words("Tokens per pass", TEXTS, "That a sample gains in one pass of the model. 1 if no drafted token is right; speculate + 1 if all are.")),
     ("eval/length_mean", _words("Held out: length", TEXTS, "Tokens.")),
     ("eval/truncated", _words("Held out: truncated", TEXTS, "Responses that hit the limit.", "%")),
     ("train/loss", _words("Loss", UPDATE, "Not a measure of learning here: its mean is near 0 by construction.")),

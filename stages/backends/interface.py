@@ -66,12 +66,14 @@ class Generation:
     it: `score` at the same temperature gives the same numbers. Greedy uses temperature 1. `versions` (int32, one per
     token) are the policy versions of the weights that computed each token's logits. If the version rises within a
     response, the torch backend keeps the KV cache of earlier tokens, computed by older weights; vLLM recomputes it.
+    `passes` of the model that the samples took part in, all together, are counted with speculation; else it is 0.
     """
 
     response_ids: Ragged
     logprobs: Ragged
     truncated: torch.Tensor
     versions: Ragged
+    passes: int = 0
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,12 +18,13 @@ def decoding(model: Model, load: Load) -> Decoding | None:
         return None
     read = (part.shape.layer_weights + part.shape.logit_weights) / part.tensor
     each = cache_bytes(part, load)
+    held = sum(cache_bytes(one, load) for one in (part, *_draft(load)))
     return Decoding(
         kind="vllm.sampling",
         weights_bytes=HALF * read,
         products=2 * read,
         cache_bytes=each,
-        most_tokens=max(0, int(room_of_cache(part, load) / each)),
+        most_tokens=max(0, int(room_of_cache(part, load) / held)),
     )
 
 
@@ -36,17 +37,23 @@ def cache_bytes(part: Divided, load: Load) -> float:
 def room_of_cache(part: Divided, load: Load) -> float:
     """Bytes that an engine leaves for its cache; negative if it does not fit."""
     share = min(load.group.memory * load.gpu_bytes, FREE_MEMORY * load.room_bytes)
-    return share - RESIDUE_BYTES - BUFFERS_BYTES - HALF * part.weights
+    return share - RESIDUE_BYTES - BUFFERS_BYTES - HALF * sum(one.weights for one in (part, *_draft(load)))
+
+
+def _draft(load: Load) -> list[Divided]:
+    """The model that drafts, if any. It has keys and values of its own for each token."""
+    return [] if load.group.draft is None else [divided(load.group.draft, load.group)]
 
 
 def memory(model: Model, load: Load) -> list[GpuPart]:
     """Return the memory of one rank. It is awake with all that it may take, and keeps little when it sleeps."""
     part = divided(model, load.group)
     cache = max(0.0, room_of_cache(part, load))
-    tokens = int(cache / cache_bytes(part, load))
+    tokens = int(cache / sum(cache_bytes(one, load) for one in (part, *_draft(load))))
     return [
         GpuPart(name="CUDA and its graphs", size_bytes=RESIDUE_BYTES),
         GpuPart(name=f"weights of {model.source}", size_bytes=HALF * part.weights, when="moved"),
+        *(GpuPart(name="weights of the draft", size_bytes=HALF * one.weights, when="moved") for one in _draft(load)),
         GpuPart(name="buffers", size_bytes=BUFFERS_BYTES, when="dropped"),
         GpuPart(name=f"key-value cache, {tokens:,} tokens", size_bytes=cache, when="dropped"),
     ]

@@ -86,6 +86,9 @@ TABLE = {  # home -> member -> its parameters; `=` marks those with a default
     "transfer_queue:init": {"": "conf="},
     "transfer_queue:close": {"": ""},
     "transfer_queue:get_client": {"": ""},
+    "vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer": {
+        "_sample_draft_tokens": "self, hidden_states, sampling_metadata"
+    },
     "torch:_foreach_copy_": {"": NATIVE},
     "torch:UntypedStorage": {"_new_shared_cuda": NATIVE, "_share_cuda_": NATIVE},
     "torch.distributed:ProcessGroup": {"_get_backend": NATIVE},

@@ -30,6 +30,7 @@ PRELOADED = (
     "vllm.model_executor.model_loader.default_loader",
     "stages.backends.vllm.choice",
     "stages.backends.vllm.loader",
+    "stages.backends.vllm.speculation",
     "stages.backends.vllm.transfer",
     "tests.engines.prepared",
 )

@@ -90,6 +90,7 @@ def model(name: str, parameters: str) -> Case:
 
 
 SHAPED = f"Model('tiny', config={TINY_QWEN3!r}, alphabet=task.alphabet)"
+WIDER = SHAPED.replace("task.", "'a' + task.")  # one more token
 
 GROUPS = [
     learner("tensor_parallel_does_not_divide", "workers=3, tensor_parallel=2"),
@@ -154,6 +155,28 @@ GROUPS = [
     learner("memory_in_percent", "memory=50"),
     learner("cache_of_integers", "cache='int4'"),
     learner("cache_of_a_trainer", "cache='fp8'"),
+    learner("speculation_of_a_trainer", "speculate=4"),
+    learner("speculation_of_half_a_token", "speculate=0.5"),
+    Case(
+        "a_draft_that_drafts_nothing",
+        {"sampler": f'WorkerGroup("sampler", backend="vllm", draft={SHAPED})'},
+        at=("sampler",),
+        top=IMPORT,
+    ),
+    Case(
+        "a_draft_that_is_a_folder",
+        {"sampler": 'WorkerGroup("sampler", backend="vllm", speculate=4, draft="small")'},
+        at=("sampler",),
+    ),
+    Case(
+        "a_draft_of_another_vocabulary",
+        {
+            "policy": SHAPED,
+            "sampler": f'WorkerGroup("sampler", backend="vllm", speculate=4, draft={WIDER})',
+        },
+        at=("sampler",),
+        top=IMPORT,
+    ),
     learner("fully_sharded_on_one_worker", "fully_sharded=True"),
     learner("fully_sharded_is_a_text", "workers=2, fully_sharded='fsdp'"),
     learner(

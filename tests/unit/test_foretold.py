@@ -210,6 +210,25 @@ def test_a_cache_of_8_bits_holds_twice_as_many_tokens_and_is_read_in_half_the_ti
     assert narrow.most_tokens == pytest.approx(2 * wide.most_tokens, rel=1e-6)
 
 
+def test_a_draft_takes_room_from_the_cache_and_speculation_is_taken_to_save_no_time():
+    graph = described()
+    plain = next(stage for stage in graph.stages if isinstance(stage, Rollout))
+    group = dataclasses.replace(plain.on, speculate=4, draft=plain.model)
+    drafts = dataclasses.replace(plain, on=group)
+    load = tables.load(plain.on, 256, 1024)
+    one, two = plain.work(load), drafts.work(replace(load, group=group))
+    assert (two.cache_bytes, two.weights_bytes) == (one.cache_bytes, one.weights_bytes)
+    assert two.most_tokens < one.most_tokens / 2
+    held = [sum(part.size_bytes for part in each.memory(replace(load, group=each.on))) for each in (plain, drafts)]
+    assert held[0] == pytest.approx(held[1]), "an engine takes its share of the GPU, whatever is in it"
+    stages = []
+    for stage in graph.stages:
+        own = [name for name in ("on", "target") if getattr(stage, name, None) == plain.on]
+        stages.append(dataclasses.replace(stage, **dict.fromkeys(own, group)))
+    said = [made(each).recording.notes for each in (graph, dataclasses.replace(graph, stages=tuple(stages)))]
+    assert [any("as fast as without drafts" in note for note in notes) for notes in said] == [False, True]
+
+
 def test_a_shared_prompt_is_computed_once():
     stage = next(stage for stage in described(row=16 * 1030).stages if isinstance(stage, Train))
     short, load = tables.load(stage.on, 256, 1024), replace(tables.load(stage.on, 256, 1024), prompt=1000)

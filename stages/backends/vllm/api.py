@@ -6,9 +6,10 @@ without aborting requests, and outputs that count their tokens.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,10 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.third_party import pynvml
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.detokenizer import BaseIncrementalDetokenizer
 from vllm.v1.engine.exceptions import EngineDeadError
-from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
+from vllm.v1.outputs import SamplerOutput
+from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, LogitsProcessors, MoveDirectionality
 
 from stages.backends.refit.source import peer_lost
 from stages.backends.refit.target import Received
@@ -44,7 +47,9 @@ __all__ = [
     "BatchUpdate",
     "EngineDeadError",
     "LogitsProcessor",
+    "LogitsProcessors",
     "MoveDirectionality",
+    "SamplerOutput",
     "SecondSampler",
     "WeightTransferEngine",
     "WeightTransferEngineFactory",
@@ -59,16 +64,19 @@ __all__ = [
     "load_anew",
     "logprobs",
     "longest",
+    "one_by_one",
     "open_llm",
     "outputs",
     "parameters",
     "pause",
     "receive",
     "second_runner",
+    "verify",
 ]
 
 SecondSampler: Any = importlib.import_module("vllm.v1.worker.gpu.sample.sampler").Sampler  # of the second model runner
 INTERVAL = 16  # tokens per request between two outputs
+NGRAM = (2, 4)  # the fewest and the most last tokens that are looked up earlier in a request
 
 
 def computes_on_cpu() -> bool:
@@ -76,15 +84,24 @@ def computes_on_cpu() -> bool:
     return bool(current_platform.is_cpu())
 
 
-def open_llm(folder: Path, *, gpus: bool, tensor_parallel: int, memory: float, cache: str = "auto") -> AsyncLLM:
+def open_llm(
+    folder: Path, *, gpus: bool, tensor_parallel: int, memory: float, cache: str = "auto", speculate: int = 0,
+    draft: Path | None = None,
+) -> AsyncLLM:  # fmt: skip
     """Start an engine in the running event loop and wait until it is ready. On GPUs it takes the share `memory` of
-    each, or nearly all that is free if that is less, and `cache` is the number format of keys and values.
+    each, or nearly all that is free if that is less, and `cache` is the number format of keys and values. `speculate`
+    tokens are drafted per step, by the model in the folder `draft` or by n-grams; call `verify` before any request.
 
     Raises ValueError or RuntimeError if it cannot start.
     """
+    if speculate and has_second_runner():
+        raise ValueError(f"only the first model runner verifies drafts, and {SECOND_RUNNER} chooses the second one")
     settings: dict[str, Any] = {}
+    if speculate:
+        settings = _speculation(speculate, draft, tensor_parallel)
+        _end_at_stop_texts()
     if gpus:
-        settings = {
+        settings |= {
             "enable_sleep_mode": True,
             "gpu_memory_utilization": min(memory, _left()),
             "kv_cache_dtype": cache,
@@ -99,7 +116,7 @@ def open_llm(folder: Path, *, gpus: bool, tensor_parallel: int, memory: float, c
         enforce_eager=not gpus,
         max_model_len=-1,  # as long as the model allows and the cache can hold
         enable_prefix_caching=True,
-        logits_processors=None if has_second_runner() else ["stages.backends.vllm.choice:Choice"],
+        logits_processors=None if has_second_runner() or speculate else ["stages.backends.vllm.choice:Choice"],
         worker_extension_cls="stages.backends.vllm.loader.Loader",
         weight_transfer_config=WeightTransferConfig(backend="sluice"),
         stream_interval=INTERVAL,
@@ -110,6 +127,34 @@ def open_llm(folder: Path, *, gpus: bool, tensor_parallel: int, memory: float, c
     if not gpus:
         _check_head(config.model_config.get_head_size())
     return AsyncLLM.from_vllm_config(config, disable_log_stats=True)
+
+
+def _speculation(tokens: int, draft: Path | None, tensor_parallel: int) -> dict[str, Any]:
+    """Settings of an engine that drafts this many tokens per step. It knows how many tokens a request has before it
+    prepares the next step: which random number is next depends on it."""
+    if draft is None:
+        by: dict[str, Any] = {"method": "ngram", "prompt_lookup_min": NGRAM[0], "prompt_lookup_max": NGRAM[1]}
+    else:
+        by = {"method": "draft_model", "model": str(draft), "draft_tensor_parallel_size": tensor_parallel}
+    return {"speculative_config": {"num_speculative_tokens": tokens, **by}, "async_scheduling": False}
+
+
+@functools.cache
+def _end_at_stop_texts() -> None:
+    """Have this process look for stop texts after each token: vLLM 0.26 looks once per step, and keeps the tokens of
+    the step that follow one."""
+    BaseIncrementalDetokenizer.update = one_by_one(BaseIncrementalDetokenizer.update)  # type: ignore[assignment,method-assign]
+
+
+def one_by_one(update: Callable[[Any, list[int], bool], str | None]) -> Callable[[Any, list[int], bool], str | None]:
+    """Return an `update` of a detokenizer that takes one token at a time and ends at the first stop text."""
+
+    def updated(self: Any, new_token_ids: list[int], stop_terminated: bool) -> str | None:
+        last = len(new_token_ids) - 1
+        found = (update(self, [token], stop_terminated and i == last) for i, token in enumerate(new_token_ids))
+        return next((stop for stop in found if stop is not None), None)
+
+    return updated
 
 
 def has_second_runner() -> bool:
@@ -175,10 +220,13 @@ async def outputs(
         yield list(made.token_ids), made.finish_reason
 
 
-async def logprobs(llm: AsyncLLM, lengths: Mapping[str, int], others: Sequence[str]) -> list[np.ndarray]:
-    """`Loader.sluice_logprobs` of the first rank (all ranks hold the same): one array per request."""
+async def logprobs(
+    llm: AsyncLLM, lengths: Mapping[str, int], others: Sequence[str]
+) -> tuple[list[np.ndarray], list[int]]:
+    """`Loader.sluice_logprobs` of the first rank (all ranks hold the same): one array per request, and its passes."""
     answers = await llm.collective_rpc("sluice_logprobs", args=(dict(lengths), list(others)))
-    return [np.frombuffer(row, np.float32) for row in answers[0]]
+    rows, passes = answers[0]
+    return [np.frombuffer(row, np.float32) for row in rows], passes
 
 
 def load_anew(config: VllmConfig, model: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -219,6 +267,11 @@ async def forget(llm: AsyncLLM) -> None:
     ranks twice about image caches, which these models do not have."""
     if not await llm.reset_prefix_cache(reset_running_requests=True):
         raise RuntimeError("vLLM has not cleared its cache")
+
+
+async def verify(llm: AsyncLLM) -> None:
+    """`Loader.sluice_verify` on all ranks."""
+    await llm.collective_rpc("sluice_verify")
 
 
 async def differing(llm: AsyncLLM) -> list[str]:

@@ -48,6 +48,8 @@ class Setup:
     memory: float  # share of a GPU
     where: str
     cache: str = "auto"  # number format of keys and values
+    speculate: int = 0  # drafted tokens per step
+    draft: Path | None = None  # the folder of the model that drafts; None: n-grams
     replica: int = 0
     replicas: int = 1
 
@@ -175,9 +177,9 @@ class Client:
             return
         unread, self._unread = sorted(self._unread), set()
         lengths = {request.name: len(request.tokens) for request in lot}
-        found = await self._answer(llm, versions.logprobs(llm, lengths, unread))
-        for request, values in zip(lot, found):
-            request.logprobs = values
+        found, passes = await self._answer(llm, versions.logprobs(llm, lengths, unread))
+        for request, values, count in zip(lot, found, passes):
+            request.logprobs, request.passes = values, count
 
     async def _follow(self, llm: versions.AsyncLLM, request: Request) -> None:
         try:
@@ -223,12 +225,16 @@ class Client:
                 tensor_parallel=setup.tensor_parallel,
                 memory=setup.memory,
                 cache=setup.cache,
+                speculate=setup.speculate,
+                draft=setup.draft,
             )
         except (RuntimeError, ValueError, OSError) as error:
             self._failures, self._failure = self._failures + 1, self._not_started(error)
             raise StageError(self._failure) from error
         ready = False
         try:
+            if setup.speculate:
+                await self._answer(llm, versions.verify(llm))
             elsewhere = await self._answer(llm, versions.differing(llm))
             place = {"replica": setup.replica, "replicas": setup.replicas, "by_loader": elsewhere}
             await self._answer(llm, versions.join_transfer(llm, place))

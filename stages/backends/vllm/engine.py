@@ -86,7 +86,8 @@ class VllmEngine(Tokenizers):
             group, folder = self.group, model_folder(model, self.run_dir)
             setup = Setup(
                 folder=folder, gpus=group.gpus > 0, tensor_parallel=group.tensor_parallel, memory=group.memory,
-                where=str(group.location), cache=group.cache,
+                where=str(group.location), cache=group.cache, speculate=group.speculate,
+                draft=None if group.draft is None else model_folder(group.draft, self.run_dir),
                 replica=self._worker[0], replicas=self._worker[1],
             )  # fmt: skip
             closing, client = _closing(folder, self.tokenizer(model)), Client(setup)
@@ -213,6 +214,7 @@ def _generation(ended: Sequence[Request], version: int) -> Generation:
         Ragged(torch.from_numpy(np.concatenate([request.logprobs for request in ended])), lengths),
         torch.tensor([request.ended == "length" for request in ended]),
         Ragged(torch.tensor(stamps, dtype=torch.int32), lengths),
+        passes=sum(request.passes for request in ended),
     )
 
 

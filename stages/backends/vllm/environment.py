@@ -17,6 +17,7 @@ COMMON = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # the owner has threads, and forking them may deadlock
+    "NUMBA_NUM_THREADS": "1",  # vLLM looks up n-grams with one thread; others would only wait, and keep cores busy
     SECOND_RUNNER: "0",  # the first one is the tested one; the second one, as of vLLM 0.26, samples by `sampler`
 }
 ON_CPU = {

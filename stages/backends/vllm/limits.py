@@ -6,8 +6,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ops.flops import inner_size
-from pipeline import WorkerGroup
+from pipeline import Model, WorkerGroup
 from pipeline.errors import Problem, counted
+from stages.backends import model_problems
+from stages.model_shape import known_config, shape_faults
 
 FREE_MEMORY = 0.92  # of the free memory of a GPU: an engine takes at most that
 
@@ -48,10 +50,37 @@ def problems(group: WorkerGroup, where: str) -> Iterator[Problem]:
             why=f"each worker of the backend {group.backend!r} has one GPU, or none has",
             fix=f"gpus={group.workers}, or gpus=0 with the CPU build of vLLM",
         )
+    if group.draft is not None:
+        yield from model_problems(group.draft)
+        if group.draft.trust_remote_code is True:
+            yield Problem(
+                where=str(group.draft.location),
+                what=f"trust_remote_code=True of a Model that drafts for worker group {group.name!r}",
+                why="vLLM reads safetensors only, into classes of its own",
+                fix="trust_remote_code=False",
+            )
 
 
 def fits(group: WorkerGroup, config: Mapping[str, Any], where: str) -> Iterator[Problem]:
-    """Reasons why the group cannot divide a model with this config."""
+    """Reasons why the group cannot divide a model with this config, or draft for it."""
+    yield from _divides(group, config, where)
+    if group.draft is not None and (drafts := known_config(group.draft)) and not shape_faults(drafts):
+        place = str(group.draft.location)
+        yield from _divides(group, drafts, place)
+        yield from _other_vocabulary(group.draft, drafts.get("vocab_size"), config.get("vocab_size"), place)
+
+
+def _other_vocabulary(draft: Model, has: object, wants: object, where: str) -> Iterator[Problem]:
+    if isinstance(has, int) and isinstance(wants, int) and has != wants:
+        yield Problem(
+            where=where,
+            what=f"the draft {draft.source!r} has vocab_size={has}, and the model that it drafts for {wants}",
+            why="a drafted token is a token of that model",
+            fix="a smaller model of the same family, or no draft: tokens are then drafted by n-grams",
+        )
+
+
+def _divides(group: WorkerGroup, config: Mapping[str, Any], where: str) -> Iterator[Problem]:
     heads, groups, tensor = config.get("num_attention_heads"), config.get("num_key_value_heads"), group.tensor_parallel
     if isinstance(heads, int) and heads % tensor:
         yield Problem(

@@ -10,9 +10,9 @@ import msgspec
 import torch
 
 from stages.backends.device import bytes_in_use
-from stages.backends.vllm import transfer
+from stages.backends.vllm import speculation, transfer
 from stages.backends.vllm.api import WeightTransferEngineFactory, has_second_runner
-from stages.backends.vllm.choice import logprobs_of, tokens_of
+from stages.backends.vllm.choice import logprobs_of, passes_of, tokens_of
 
 WeightTransferEngineFactory.register_engine(transfer.NAME, transfer.__name__, transfer.Transfer.__name__)
 if has_second_runner():
@@ -35,10 +35,16 @@ class Loader:
         """Bytes in use on this rank's GPU, by all processes."""
         return bytes_in_use(self.device)
 
-    def sluice_logprobs(self, lengths: dict[str, int], others: list[str]) -> list[bytes]:
-        """Float32 logprobs of finished requests' tokens. `others` are requests whose logprobs are not needed."""
+    def sluice_verify(self) -> None:
+        """Verify drafts by the rule that chooses tokens without drafts."""
+        speculation.install(self.model_runner, self.device)
+
+    def sluice_logprobs(self, lengths: dict[str, int], others: list[str]) -> tuple[list[bytes], list[int]]:
+        """Float32 logprobs of finished requests' tokens, and the passes of each request (`choice.passes_of`). `others`
+        are requests whose logprobs are not needed."""
         table = self._table()
-        return table.take(lengths, others) if table else logprobs_of(lengths, others)
+        rows = table.take(lengths, others) if table else logprobs_of(lengths, others)
+        return rows, passes_of(list(lengths))
 
     def sluice_differing(self) -> list[str]:
         """`Transfer.differing`."""

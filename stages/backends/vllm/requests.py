@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False, kw_only=True)
 class Request:
-    """A sample in progress. `spans` are pairs (first token, version); version None means the folder's weights."""
+    """A sample in progress. `spans` are pairs (first token, version); version None means the folder's weights. `passes`
+    of the model that it took part in are counted with speculation."""
 
     position: int
     name: str
@@ -23,6 +24,7 @@ class Request:
     params: Any
     tokens: list[int] = field(default_factory=list)
     logprobs: np.ndarray | None = None  # float32, one per token; None if aborted
+    passes: int = 0
     ended: str | None = None
     unwanted: bool = False
     llm: AsyncLLM | None = None
