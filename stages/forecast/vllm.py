@@ -17,21 +17,25 @@ def decoding(model: Model, load: Load) -> Decoding | None:
     if part.shape.experts:
         return None
     read = (part.shape.layer_weights + part.shape.logit_weights) / part.tensor
-    each = cache_bytes(part, load)
     held = sum(cache_bytes(one, load) for one in (part, *_draft(load)))
     return Decoding(
         kind="vllm.sampling",
         weights_bytes=HALF * read,
         products=2 * read,
-        cache_bytes=each,
+        cache_bytes=HALF * _numbers(part),  # an 8-bit cache is read in the same time: gpu.recipe.fp8
         most_tokens=max(0, int(room_of_cache(part, load) / held)),
     )
 
 
 def cache_bytes(part: Divided, load: Load) -> float:
-    """Bytes of keys and values of one token on one GPU; ranks beyond the key-value heads hold the same heads."""
+    """Bytes of keys and values of one token on one GPU."""
+    return _numbers(part) * (1 if load.group.cache == "fp8" else HALF)
+
+
+def _numbers(part: Divided) -> float:
+    """Keys and values of one token on one GPU; ranks beyond the key-value heads hold the same heads."""
     heads = -(-part.shape.kv_heads // part.tensor)
-    return 2.0 * part.shape.layers * heads * part.shape.head_dim * (1 if load.group.cache == "fp8" else HALF)
+    return 2.0 * part.shape.layers * heads * part.shape.head_dim
 
 
 def room_of_cache(part: Divided, load: Load) -> float:

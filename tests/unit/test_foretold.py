@@ -103,7 +103,7 @@ def test_every_rate_has_a_source():
 def test_steps_of_kept_runs_are_foretold_within_a_quarter():
     """0.6B and 4B, colocated and apart, on H200 and H100, with fused kernels and without."""
     rows = [row for row in foretold.seconds() if not row["fitted"]]
-    assert len([row for row in rows if row["figure"] == "step s"]) == 9
+    assert len([row for row in rows if row["figure"] == "step s"]) == 11
     assert [row for row in rows if abs(row["error %"]) > 25] == []
 
 
@@ -202,11 +202,11 @@ def test_a_trainer_without_scored_samples_scores_all_but_the_first_minibatch():
     assert alone.work(load) == dataclasses.replace(field, minibatches=1).work(load)
 
 
-def test_a_cache_of_8_bits_holds_twice_as_many_tokens_and_is_read_in_half_the_time():
+def test_a_cache_of_8_bits_holds_twice_as_many_tokens_and_is_read_no_faster():
     full = next(stage for stage in described().stages if isinstance(stage, Rollout))
     half = dataclasses.replace(full, on=dataclasses.replace(full.on, cache="fp8"))
     wide, narrow = (one.work(tables.load(one.on, 256, 1024)) for one in (full, half))
-    assert narrow.cache_bytes == wide.cache_bytes / 2
+    assert narrow.cache_bytes == wide.cache_bytes
     assert narrow.most_tokens == pytest.approx(2 * wide.most_tokens, rel=1e-6)
 
 
