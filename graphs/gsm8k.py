@@ -6,6 +6,7 @@ The folder contains train.jsonl and test.jsonl of https://github.com/openai/grad
 2110.14168), with the columns `question` and `answer`; the final number follows `####` in the answer.
 """
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -48,6 +49,7 @@ def graph(
     trainer: Literal["torch", "megatron"] = "torch",
     sampler_gpus: int = 0,
     learner_gpus: int = 0,
+    colocated: bool = False,
     steps: int = 100,
     seed: int = 0,
     prompts_per_step: int = 32,
@@ -69,6 +71,7 @@ def graph(
     trainer             backend that trains
     sampler_gpus        GPUs that sample, one worker each; 0 is the CPU, and then learner_gpus is 0 too
     learner_gpus        GPUs that train, one worker each
+    colocated           whether sampler and learner take turns on the same GPUs
     steps               batches to train on
     seed                seed of all random numbers
     prompts_per_step    groups per batch
@@ -84,22 +87,33 @@ def graph(
     """
     policy = Model(model) if model else Model("tiny-qwen3", config=TINY_QWEN3, alphabet="bytes", seed=seed)
     sampler = WorkerGroup("sampler", backend=generator, gpus=sampler_gpus)
-    learner = WorkerGroup("learner", backend=trainer, gpus=learner_gpus)
+    learner = WorkerGroup("learner", backend=trainer, gpus=learner_gpus, colocated=sampler if colocated else None)
     judges = WorkerGroup("judges", workers=reward_workers) if reward_workers else None
     # A response that cannot be judged, or not in time, is wrong; reward/math_verify_timeouts and _errors count these.
     math = MathVerify(timeout_s=5.0, on_timeout=0.0, on_error=0.0, answer_after="####")
     passes = Packed(microbatch) if trainer == "megatron" else Dynamic(microbatch)  # little or no padding
-    run = samples_per_prompt * max(4, learner_gpus)  # samples that are scored while others are still being sampled
+    # Samples to score while others are still being sampled; 0 is all, in one turn of the GPUs or of the frozen weights.
+    run = 0 if colocated else samples_per_prompt * max(4, learner_gpus)
+    # In turns nothing is scored in advance: the first update's own pass has its old logprobs.
+    prev = () if colocated else (PrevLogprobs(policy, on=learner, microbatch=passes, at_once=run),)
     return Graph(
         name="gsm8k",
         source=Prompts(Path(data) / "train.jsonl", batch=prompts_per_step, template=TEMPLATE),
         stages=(
             Rollout(policy, on=sampler, samples_per_prompt=samples_per_prompt, max_tokens=max_tokens),
             Reward(math, boxed, weights=(1.0, 0.1), on=judges),
-            PrevLogprobs(policy, on=learner, microbatch=passes, at_once=run),
+            *prev,
             RefLogprobs(policy.frozen(), on=learner, microbatch=passes, at_once=run if trainer == "torch" else 0),
             Advantage("group_relative"),
-            Train(policy, on=learner, loss=ClippedLoss(kl=kl), lr=lr, minibatches=minibatches, microbatch=passes),
+            Train(
+                policy,
+                on=learner,
+                loss=ClippedLoss(kl=kl),
+                lr=lr,
+                minibatches=minibatches,
+                microbatch=passes,
+                prev="own" if colocated else "field",
+            ),
             Refit(policy, source=learner, target=sampler),
             Evaluate(
                 policy,
@@ -115,3 +129,12 @@ def graph(
         ),
         schedule=Schedule(steps=steps, seed=seed),
     )
+
+
+def choices(gpus: int) -> Iterator[dict[str, object]]:
+    """What to try for flags that are not given, if `--on` names GPUs: the fastest that fits is taken."""
+    for tokens in range(8192, 49153, 4096):
+        fast = {"generator": "vllm", "trainer": "megatron", "microbatch": tokens}
+        yield fast | {"sampler_gpus": gpus, "learner_gpus": gpus, "colocated": True}
+        for sampler_gpus in range(1, gpus):
+            yield fast | {"sampler_gpus": sampler_gpus, "learner_gpus": gpus - sampler_gpus, "colocated": False}

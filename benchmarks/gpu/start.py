@@ -5,7 +5,8 @@ python -m benchmarks.gpu.start [--model 0.6B] [--memory 0.85] [--cpu] [--out FIL
 Two processes start one after the other, with the same model folder. The first one finds an empty cache of compiled
 kernels (`VLLM_CACHE_ROOT`, in a temporary folder), the second one finds what the first one has left, as a user's second
 run does. Rows: `imported`, the modules are loaded; `ready`, the engine has the weights, its cache and its CUDA graphs;
-`first samples`, eight tokens of eight samples are there.
+`first samples`, eight tokens of eight samples are there. What the processes print goes to stderr: with
+VLLM_LOGGING_LEVEL=INFO that is how long the parts of vLLM's start took.
 
 Aim: 60 s to the first samples of 0.6B when warm.
 """
@@ -68,6 +69,7 @@ def main() -> None:
             done = subprocess.run(
                 command, env=environment, stdout=subprocess.PIPE, text=True, check=True, timeout=DEADLINE_S
             )
+            print(done.stdout, file=sys.stderr, flush=True)
             seconds = json.loads(next(line for line in done.stdout.splitlines() if line.startswith('{"imported')))
             rows.append({"start": state} | {f"{name} s": round(value, 1) for name, value in seconds.items()})
             notes = f"{options.model}, memory {options.memory:g}. Aim: 60 s to the first samples of 0.6B when warm."

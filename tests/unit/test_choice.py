@@ -98,6 +98,15 @@ def test_a_partial_graph_has_the_choices_of_its_own_module(folder):
     assert chosen(path, "h200:2", model="0.6B", microbatch=8192).values["sampler_gpus"] == 1
 
 
+def test_word_problems_share_one_gpu_too(folder):
+    for name in ("train", "test"):
+        (folder / f"{name}.jsonl").write_text('{"question": "1+1?", "answer": "1+1 #### 2"}\n')
+    found = chosen(REPOSITORY / "graphs" / "gsm8k.py", model="0.6B", data=str(folder), microbatch=16384)
+    assert found.values["colocated"] and found.values["sampler_gpus"] == 1 and not found.best.why
+    graph = load(REPOSITORY / "graphs" / "gsm8k.py").build(found.values)
+    assert "prev_logprobs" not in [stage.name for stage in graph.stages], "nothing is scored in advance"
+
+
 def test_a_graph_without_choices_keeps_its_defaults(folder):
     path = folder / "bare.py"
     path.write_text(OWN.format(choices="pass").replace("def choices", "def _choices"))
