@@ -11,7 +11,7 @@ from pipeline.schedule.events import Event
 
 
 class TaskReport(Protocol):
-    """The part of a report that the driver reads. `pipeline.executors.worker.TaskResult` implements and documents it.
+    """The part of a report that the driver reads. `pipeline.executors.outputs.TaskResult` implements and documents it.
     Only the `Store` reads `handles`."""
 
     @property

@@ -16,7 +16,7 @@ from pipeline.engine.handles import HandleTable
 from pipeline.engine.journal import Journal
 from pipeline.engine.stored import Stored
 from pipeline.executors import Executor
-from pipeline.executors.worker import TaskResult
+from pipeline.executors.outputs import TaskResult
 from pipeline.plan.plan import Plan
 from pipeline.record import trace
 from pipeline.schedule.events import Clear, Event, Landed

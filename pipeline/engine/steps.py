@@ -17,7 +17,7 @@ from pipeline.rundir import RunDir, private
 from pipeline.writing import recording
 
 if TYPE_CHECKING:
-    from pipeline.executors.worker import TaskResult
+    from pipeline.executors.outputs import TaskResult
 
 StepListener = Callable[[int, dict[str, float]], None]
 

@@ -14,7 +14,9 @@ from pipeline.declare.graph import Graph
 from pipeline.declare.handle import KVBatchMeta, groups_of
 from pipeline.declare.task import Task
 from pipeline.errors import Problem, StageError
-from pipeline.executors.worker import SHARD, TaskResult, WorkerSettings
+from pipeline.executors.inputs import SHARD
+from pipeline.executors.outputs import TaskResult
+from pipeline.executors.worker import WorkerSettings
 from pipeline.plan.plan import Plan, PlannedStage
 from pipeline.record.trace import Placed
 

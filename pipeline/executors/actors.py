@@ -20,7 +20,8 @@ from pipeline.declare.task import MeetingPlace, Task
 from pipeline.errors import SluiceError
 from pipeline.executors.interface import bind
 from pipeline.executors.meetings import End
-from pipeline.executors.worker import TaskResult, Worker, WorkerSettings
+from pipeline.executors.outputs import TaskResult
+from pipeline.executors.worker import Worker, WorkerSettings
 from pipeline.precedence import search_last
 from pipeline.record.trace import Placed, Turned
 from pipeline.rundir import RunDir

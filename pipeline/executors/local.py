@@ -24,8 +24,9 @@ from pipeline.declare.task import MeetingPlace, Task
 from pipeline.errors import GraphError, PeerLost
 from pipeline.executors import shards
 from pipeline.executors.meetings import End, Meetings
+from pipeline.executors.outputs import TaskResult
 from pipeline.executors.turns import Turns
-from pipeline.executors.worker import TaskResult, Worker, WorkerSettings
+from pipeline.executors.worker import Worker, WorkerSettings
 from pipeline.plan.group_checks import one_process_problems
 from pipeline.plan.plan import Plan, PlannedStage
 from pipeline.plan.planner import with_samples, worker_groups

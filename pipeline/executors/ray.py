@@ -57,12 +57,13 @@ from pipeline.executors.interpreters import check_interpreters
 from pipeline.executors.keeper import Keeper
 from pipeline.executors.machines import Machines
 from pipeline.executors.meetings import Meetings
+from pipeline.executors.outputs import TaskResult
 from pipeline.executors.placement import LOOPBACK, PRIORITY, PlacementGroups, placed_first
 from pipeline.executors.sent import user_folders
 from pipeline.executors.storage import StorageUnits, cpus_of, data_plane_cpus, shortages, units_of
 from pipeline.executors.task_calls import Offer, Stream, TaskCalls
 from pipeline.executors.turns import Turns
-from pipeline.executors.worker import TaskResult, WorkerSettings
+from pipeline.executors.worker import WorkerSettings
 from pipeline.forks import closed_in_copies
 from pipeline.plan.plan import PlacedGroup, Plan, PlannedStage
 from pipeline.plan.planner import with_samples, worker_groups

@@ -11,7 +11,7 @@ import ray
 from pipeline.declare.task import MeetingPlace, Task
 from pipeline.errors import SluiceError
 from pipeline.executors import merged
-from pipeline.executors.worker import TaskResult
+from pipeline.executors.outputs import TaskResult
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from pipeline.simulation.workers import ALONE, Attempt, Fault, VirtualWorkers, W
 
 
 class VirtualReport:
-    """A worker's report on a task, like `pipeline.executors.worker.TaskResult`, with `landed` in place of handles."""
+    """A worker's report on a task, like `pipeline.executors.outputs.TaskResult`, with `landed` in place of handles."""
 
     events: Sequence[trace.TraceEvent] = ()
     landed: list[Event]  # only of the current attempt

@@ -23,7 +23,7 @@ from pipeline.declare.handle import KVBatchMeta
 from pipeline.declare.task import Task
 from pipeline.errors import WorkerLost
 from pipeline.executors.local import LocalExecutor
-from pipeline.executors.worker import TaskResult
+from pipeline.executors.outputs import TaskResult
 from pipeline.record import trace
 from pipeline.rundir import RunDir
 from tests.integration.test_async import QUICKSTART, events, execute, lines, weights

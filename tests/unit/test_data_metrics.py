@@ -14,7 +14,7 @@ from pipeline.engine.driver import Driver
 from pipeline.engine.tally import Tally
 from pipeline.executors import merged
 from pipeline.executors.local import LocalExecutor
-from pipeline.executors.worker import TaskResult
+from pipeline.executors.outputs import TaskResult
 from pipeline.plan.planner import plan
 from pipeline.rundir import RunDir
 from tests.unit import toy

@@ -22,7 +22,8 @@ from pipeline.engine.handles import HandleTable
 from pipeline.errors import DataPlaneError, Problem, StageError
 from pipeline.executors import merged, shards
 from pipeline.executors.answers import not_started
-from pipeline.executors.worker import SHARD, TaskResult
+from pipeline.executors.inputs import SHARD
+from pipeline.executors.outputs import TaskResult
 from pipeline.plan.planner import plan
 from pipeline.record import trace
 from tests.examples import few

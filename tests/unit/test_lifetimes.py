@@ -22,7 +22,8 @@ from pipeline.declare.stage import External
 from pipeline.declare.task import Task
 from pipeline.engine.run_rows import RunRows
 from pipeline.engine.stored import Stored
-from pipeline.executors.worker import TaskResult, register
+from pipeline.executors.outputs import TaskResult
+from pipeline.executors.worker import register
 from pipeline.plan.plan import Plan
 from pipeline.plan.planner import plan
 from pipeline.schedule.events import Admit, Clear, Decision, Finished, Landed, Run, Save, Saved

@@ -15,9 +15,9 @@ from pipeline.errors import PeerLost, Problem, StageError, Unfit, WorkerLost
 from pipeline.executors import answers, control_store
 from pipeline.executors import ray as executors
 from pipeline.executors.control_store import ControlStore
+from pipeline.executors.outputs import TaskResult
 from pipeline.executors.ray import RayExecutor
 from pipeline.executors.task_calls import Offer, TaskCalls
-from pipeline.executors.worker import TaskResult
 from pipeline.plan.planner import plan
 from pipeline.record.trace import Placed
 
