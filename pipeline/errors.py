@@ -186,13 +186,17 @@ class Overdue(BaseException):
     """Raised in the main thread at a deadline. Not an Exception: user code must not catch it."""
 
 
+def in_main_thread() -> bool:
+    """Return whether this is the thread in which signals and deadlines raise; no other one can install handlers."""
+    return threading.current_thread() is threading.main_thread()
+
+
 def is_users(error: BaseException) -> bool:
     """Return whether an exception comes from user code, not from a signal or a deadline: any but `Overdue`; sys.exit(),
     unless a signal handler of this process or of Ray called it; and KeyboardInterrupt where Ctrl-C does not raise it,
     as in a run and in all threads but the main one."""
     if isinstance(error, KeyboardInterrupt):
-        in_main = threading.current_thread() is threading.main_thread()
-        return not in_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+        return not in_main_thread() or signal.getsignal(signal.SIGINT) is not signal.default_int_handler
     if not isinstance(error, SystemExit):
         return not isinstance(error, Overdue)
     frames = traceback.extract_tb(error.__traceback__)

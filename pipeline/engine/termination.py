@@ -19,6 +19,8 @@ from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
 from typing import Any
 
+from pipeline.errors import in_main_thread
+
 STDERR = 2
 AT_ONCE_S = 10.0  # from a second signal to the end of the process, whatever holds it up
 LAST_S = 5.0  # from a signal to the end of a process whose run is over: nobody may read its last output
@@ -36,7 +38,7 @@ class Termination:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Termination:
-        if threading.current_thread() is threading.main_thread():
+        if in_main_thread():
             for number in SIGNALS:
                 if signal.getsignal(number) is not signal.SIG_IGN:
                     self._before[number] = signal.signal(number, self._take)

@@ -21,7 +21,7 @@ from typing import TypeAlias
 
 from msgspec.structs import replace
 
-from pipeline.errors import Overdue, SluiceError, leave_with, line_of_frame, user_line
+from pipeline.errors import Overdue, SluiceError, in_main_thread, leave_with, line_of_frame, user_line
 from pipeline.forks import exit_now
 
 LATE_S = 2.0  # beyond the deadline: a driver that looks itself every second is first
@@ -52,7 +52,7 @@ class Watchdog:
         `error_at` makes it, maybe in another thread."""
         self._allowed_s, self._error_at = max(self._deadline_s, least_s), error_at
         self.progressed()
-        if _in_main_thread():
+        if in_main_thread():
             if self._thread is None:
                 self._before = signal.signal(SIGNAL, self._interrupt)
                 self._thread = threading.Thread(target=self._watch, name="watches the deadline", daemon=True)
@@ -72,7 +72,7 @@ class Watchdog:
     def progressed(self) -> None:
         """Note that a task has finished. Takes the signal back, if code of the task has taken it."""
         self._since_s = time.monotonic()
-        if self._armed and signal.getsignal(SIGNAL) != self._interrupt and _in_main_thread():
+        if self._armed and signal.getsignal(SIGNAL) != self._interrupt and in_main_thread():
             signal.signal(SIGNAL, self._interrupt)
             self._set_timer()
 
@@ -125,7 +125,3 @@ class Watchdog:
             why = "the call was interrupted and does not return"
             said = (replace(problem, why=f"{problem.why}; {why}") for problem in error.problems)
             leave_with(type(error)(*said), self._last_words, self._leave)
-
-
-def _in_main_thread() -> bool:
-    return threading.current_thread() is threading.main_thread()

@@ -8,14 +8,11 @@ other nodes need no user files.
 from __future__ import annotations
 
 import os
-import secrets
-import signal
 import sys
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
@@ -38,60 +35,40 @@ from pipeline.declare.handle import KVBatchMeta
 from pipeline.declare.ranks import RankLayout
 from pipeline.declare.stage import Stage
 from pipeline.declare.task import MeetingPlace, Task
-from pipeline.errors import DataPlaneLost, GraphError, PeerLost, Problem, SluiceError, StageError, Unfit
+from pipeline.errors import DataPlaneLost, GraphError, PeerLost, SluiceError, StageError, Unfit
 from pipeline.executors import shards
 from pipeline.executors.actors import Actor, StreamActor
-from pipeline.executors.admission import check_admission
 from pipeline.executors.answers import (
     SETUP_DEADLINE_S,
     START_DEADLINE_S,
     get_all,
     lost,
     not_started,
-    one_line,
     unanswered,
 )
-from pipeline.executors.control_store import ControlStore, Lifeline
+from pipeline.executors.connection import Connection
 from pipeline.executors.heartbeat import Heartbeat, dead
 from pipeline.executors.interpreters import check_interpreters
-from pipeline.executors.keeper import Keeper
 from pipeline.executors.machines import Machines
 from pipeline.executors.meetings import Meetings
 from pipeline.executors.outputs import TaskResult
-from pipeline.executors.placement import LOOPBACK, PRIORITY, PlacementGroups, placed_first
+from pipeline.executors.placement import PlacementGroups, placed_first
 from pipeline.executors.sent import user_folders
 from pipeline.executors.storage import StorageUnits, cpus_of, data_plane_cpus, shortages, units_of
 from pipeline.executors.task_calls import Offer, Stream, TaskCalls
 from pipeline.executors.turns import Turns
 from pipeline.executors.worker import WorkerSettings
-from pipeline.forks import closed_in_copies
 from pipeline.plan.plan import PlacedGroup, Plan, PlannedStage
 from pipeline.plan.planner import with_samples, worker_groups
-from pipeline.precedence import worker_hook
 from pipeline.record.trace import Placed, Turned
 
 RESTARTS = 8  # worker restarts per group and run
 PLANE_ATTEMPTS = 5
 WRITE_S = 3600.0  # for all workers to write their state
 REPLACE_S = 3600.0  # for a replacement; each wait in it has a shorter deadline
-QUIET = {
-    "RAY_task_events_report_interval_ms": "0",  # the control store would keep 100,000 of them
-    "RAY_enable_metrics_collection": "0",  # these three would be served on all addresses, without the token
-    "AUTOSCALER_METRIC_PORT": "-1",
-    "DASHBOARD_METRIC_PORT": "-1",
-}  # of a Ray of the run's own, unless the user has set them
 CLOSE_S = 30.0  # for Ray to end the workers and the data plane
 EXCHANGE_DEADLINE_S = 900.0  # between ranks of a group; a failed rank ends the run at once
 MEETING_DEADLINE_S = 900.0  # between the two sides of a transfer; a dead worker ends the wait at once
-
-
-@contextmanager
-def _kept_handler(number: int) -> Iterator[None]:
-    """Restore the handler of a signal at the end. Other threads than the main one cannot install any."""
-    before = signal.getsignal(number)
-    yield
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(number, before)
 
 
 class RayExecutor:
@@ -113,12 +90,10 @@ class RayExecutor:
         on_start: Callable[[str], None] = lambda doing: None,
     ) -> None:  # fmt: skip
         self._on_start = on_start
-        self._address, self._modules, self._trusted_network = address, modules, trusted_network
-        self._storage_units, self._last_words = storage_units, last_words
+        self._modules, self._trusted_network, self._storage_units = modules, trusted_network, storage_units
+        self._connection = Connection(address, last_words, loopback=not (address or trusted_network))
         self.plane: Any = None
-        self._owns_ray = False
         self._controller_resource: str | None = None  # of the node of TransferQueue's controller
-        self._keeper: Keeper | None = None  # of the Ray that it starts
         self._actors: dict[str, list[Any]] = {}
         self._births: dict[str, Callable[[int], Any]] = {}  # by worker group: starts the actor of a rank
         self._replaceable: dict[str, bool] = {}
@@ -126,8 +101,6 @@ class RayExecutor:
         self._retired: dict[Any, tuple[str, int]] = {}  # dead actors that were replaced
         self._heartbeat = Heartbeat()
         self._machines = Machines()
-        self._store: ControlStore | None = None
-        self._lifeline: Lifeline | None = None
         self._served: dict[tuple[str, str], Offer] = {}  # the last offer to each group, by stage
         self._meetings = Meetings(ray.util.get_node_ip_address, deadline_s=MEETING_DEADLINE_S)
         self._stages: dict[str, Stage] = {}
@@ -141,14 +114,15 @@ class RayExecutor:
         self._cleared: dict[str, list[str]] = {}
 
     def start(self, graph: Graph, plan: Plan, settings: WorkerSettings, restore: Path | None) -> list[Placed]:
-        folders = tuple(map(str, user_folders(self._modules)))
-        settings = replace(settings, folders=folders)
+        folders = user_folders(self._modules)
+        settings = replace(settings, folders=tuple(map(str, folders)))
         os.environ.update({key: value for key, value in environment().items() if key not in os.environ})
         stages = with_samples(graph)
         groups = {group.name: group for group in worker_groups(stages, graph.host)}
         check_interpreters(groups.values())
         self._on_start("Ray")
-        self._connect(plan)
+        needed = cpus_of(plan.groups) + data_plane_cpus(self._storage_units, nodes=1)
+        self._connection.open(max(int(needed + 0.999), os.cpu_count() or 1, 4), folders)
         units = self._reserve(plan)
         self._planned = {stage.name: stage for stage in plan.stages}
         by_name = self._stages = {stage.name: stage for stage in stages}
@@ -259,11 +233,7 @@ class RayExecutor:
         """Raise StageError if Ray's control store has died, or WorkerLost if one of its nodes has: calls that need them
         would not return."""
         self._machines.look()
-        self._look_at_store()
-
-    def _look_at_store(self) -> None:
-        if self._store:
-            self._store.look()
+        self._connection.look()
 
     def cancel(self, task: Task, groups: Sequence[int]) -> None:
         name = self._planned[task.stage].groups[0]
@@ -302,34 +272,27 @@ class RayExecutor:
     def close(self) -> None:
         """End the workers, the data plane and, if the run started it, Ray; without its help if it does not answer."""
         self._machines.close()
-        if self._store and self._store.is_dead:  # Ray's calls would not return
-            self._give_up()
+        if self._connection.is_dead:  # Ray's calls would not return
+            self._connection.give_up()
         else:
             try:
-                in_thread(self._let_go, CLOSE_S, "Ray", self._look_at_store)
+                in_thread(self._let_go, CLOSE_S, "Ray", self._connection.look)
             except StageError:
-                self._give_up()
+                self._connection.give_up()
             except AbandonedError:
-                rest = "its processes are killed" if self._keeper else "the run's workers may be left in its cluster"
+                own = self._connection.is_own
+                rest = "its processes are killed" if own else "the run's workers may be left in its cluster"
                 print(f"Ray has not ended the workers within {CLOSE_S:g} s: {rest}", file=sys.stderr)
-                self._give_up()
+                self._connection.give_up()
         for module in self._modules:
             if module.__name__ in cloudpickle.list_registry_pickle_by_value():
                 cloudpickle.unregister_pickle_by_value(module)
-        if self._keeper:
-            self._keeper.close()
-            self._keeper = None
-        if self._lifeline:
-            self._lifeline.close()
+        self._connection.close()
 
     @property
     def can_restart(self) -> bool:
         """Whether this process can start another Ray, once this one is closed: it has let go of the old one."""
-        return not self._owns_ray
-
-    def _give_up(self) -> None:
-        if self._keeper:
-            self._keeper.kill()
+        return not self._connection.is_open
 
     def _let_go(self) -> None:
         for actor in [actor for group in self._actors.values() for actor in group]:
@@ -343,66 +306,7 @@ class RayExecutor:
                 self.plane.drain()
             self.plane.close()
         self._placement.close()
-        if self._owns_ray:
-            ray.shutdown()
-            self._owns_ray = False
-
-    def _connect(self, plan: Plan) -> None:
-        if ray.is_initialized():
-            return
-        options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
-        if not (self._address or self._trusted_network):
-            options["_node_ip_address"] = LOOPBACK
-        runtime_env = {  # of every process, the data plane's actors too
-            "env_vars": dict(PRIORITY),  # Ray adds to it
-            "worker_process_setup_hook": worker_hook(user_folders(self._modules)),
-        }
-        if self._address:
-            check_admission(self._address, os.environ)
-        elif os.environ.get("RAY_AUTH_MODE") == "token":
-            os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-        try:
-            if self._address is None:
-                for variable, value in QUIET.items():
-                    os.environ.setdefault(variable, value)
-                self._keeper = Keeper.start(options | self._own(plan))
-                closed_in_copies(self._keeper.stdin)
-                self._watch_store(self._keeper.address)
-            address = self._keeper.address if self._keeper else self._address
-            with _kept_handler(signal.SIGTERM):  # Ray installs its own
-                ray.init(**options, address=address, runtime_env=runtime_env)
-        except (ConnectionError, RayError, ValueError, RuntimeError) as error:
-            raise StageError(
-                Problem(
-                    where=f"--address {self._address}" if self._address else "Ray",
-                    what=f"cannot be reached: {one_line(error)}",
-                    why="the run joins that cluster" if self._address else "the run starts its own Ray",
-                    fix="check the address and the token (RAY_AUTH_TOKEN)" if self._address else "see the text above",
-                )
-            ) from error
-        self._owns_ray = True
-        if self._keeper is None:
-            self._watch_store(ray.get_runtime_context().gcs_address)
-
-    def _watch_store(self, address: str) -> None:
-        """Watch Ray's control store from now on."""
-        self._store = ControlStore(address)
-        self._lifeline = Lifeline(self._store, self._say_last)
-
-    def _say_last(self) -> None:
-        """Leave no process, and say how the run goes on: this process is about to end."""
-        self._give_up()
-        self._last_words()
-
-    def _own(self, plan: Plan) -> dict[str, Any]:
-        """Return the options of a Ray of the run's own."""
-        needed = cpus_of(plan.groups) + data_plane_cpus(self._storage_units, nodes=1)
-        return {
-            "address": "local",  # never another Ray that happens to run on this machine
-            "num_cpus": max(int(needed + 0.999), os.cpu_count() or 1, 4),
-            "object_store_memory": 512 * 1024**2,
-            "include_dashboard": False,
-        }
+        self._connection.shut_down()
 
     def _reserve(self, plan: Plan) -> StorageUnits | None:
         """Reserve the CPUs of TransferQueue, so that no worker group takes them; None if it runs already. Raises

@@ -117,7 +117,7 @@ def test_a_replacement_is_not_waited_for_once_the_control_store_has_died(
     monkeypatch.setattr(patience, "LOOK_S", 0.01)
     never, refusals = threading.Event(), iter([False, True, True, True])
     executor._replace = lambda name, rank: never.wait(60)
-    executor._store = ControlStore("127.0.0.1:6379", lambda address, port: next(refusals))
+    executor._connection.store = ControlStore("127.0.0.1:6379", lambda address, port: next(refusals))
     monkeypatch.setattr(control_store, "POLL_S", 0.0)
     (report,) = told(executor, monkeypatch, sampler_0=None)
     never.set()
@@ -135,7 +135,7 @@ def test_workers_are_not_waited_for_once_the_control_store_has_died(monkeypatch:
     executor: Any = RayExecutor()
     with pytest.raises(WorkerLost, match=r"the workers did not save it in 0\.05 s"):
         executor._all([FIRST], "save it", 0.05)
-    executor._store = ControlStore("127.0.0.1:6379", lambda address, port: True)
+    executor._connection.store = ControlStore("127.0.0.1:6379", lambda address, port: True)
     with pytest.raises(StageError, match="its process has died"):
         executor._all([FIRST], "save it", 60.0)
 
