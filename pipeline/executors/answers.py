@@ -17,6 +17,7 @@ from pipeline.executors.heartbeat import dead
 _FRAME = re.compile(r'File "(.+?)", line (\d+)')  # of a traceback
 _HEADER = re.compile(r"ray::(?:\w+\.)?(?P<call>\w+)\(\)[^(]*\(pid=\d+, ip=(?P<machine>[^,)]+)")  # and colors between
 START_DEADLINE_S = 300.0  # to place all workers, and for them to join
+EXCHANGE_DEADLINE_S = 900.0  # between ranks of a group; a failed rank ends the run at once
 SETUP_DEADLINE_S = 1200.0  # for all workers to load models and start engines, which have 900 s themselves
 
 

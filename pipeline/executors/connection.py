@@ -68,7 +68,13 @@ class Connection:
             if self._address is None:
                 for variable, value in QUIET.items():
                     os.environ.setdefault(variable, value)
-                self._keeper = Keeper.start(options | _own(cpus))
+                own = {
+                    "address": "local",  # never another Ray that happens to run on this machine
+                    "num_cpus": cpus,
+                    "object_store_memory": 512 * 1024**2,
+                    "include_dashboard": False,
+                }
+                self._keeper = Keeper.start(options | own)
                 closed_in_copies(self._keeper.stdin)
                 self._watch_store(self._keeper.address)
             address = self._keeper.address if self._keeper else self._address
@@ -129,16 +135,6 @@ class Connection:
             self._keeper = None
         if self._lifeline:
             self._lifeline.close()
-
-
-def _own(cpus: int) -> dict[str, Any]:
-    """Return the options of a Ray of the run's own."""
-    return {
-        "address": "local",  # never another Ray that happens to run on this machine
-        "num_cpus": cpus,
-        "object_store_memory": 512 * 1024**2,
-        "include_dashboard": False,
-    }
 
 
 @contextmanager

@@ -10,8 +10,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -34,41 +33,39 @@ from pipeline.declare.graph import Graph
 from pipeline.declare.handle import KVBatchMeta
 from pipeline.declare.ranks import RankLayout
 from pipeline.declare.stage import Stage
-from pipeline.declare.task import MeetingPlace, Task
-from pipeline.errors import DataPlaneLost, GraphError, PeerLost, SluiceError, StageError, Unfit
+from pipeline.declare.task import Task
+from pipeline.errors import DataPlaneLost, GraphError, PeerLost, StageError, Unfit
 from pipeline.executors import shards
+from pipeline.executors.actor_groups import ActorGroups
 from pipeline.executors.actors import Actor, StreamActor
 from pipeline.executors.answers import (
+    EXCHANGE_DEADLINE_S,
     SETUP_DEADLINE_S,
     START_DEADLINE_S,
     get_all,
-    lost,
     not_started,
     unanswered,
 )
 from pipeline.executors.connection import Connection
-from pipeline.executors.heartbeat import Heartbeat, dead
+from pipeline.executors.heartbeat import Heartbeat
 from pipeline.executors.interpreters import check_interpreters
+from pipeline.executors.losses import Losses
 from pipeline.executors.machines import Machines
-from pipeline.executors.meetings import Meetings
 from pipeline.executors.outputs import TaskResult
 from pipeline.executors.placement import PlacementGroups, placed_first
 from pipeline.executors.sent import user_folders
 from pipeline.executors.storage import StorageUnits, cpus_of, data_plane_cpus, shortages, units_of
-from pipeline.executors.task_calls import Offer, Stream, TaskCalls
+from pipeline.executors.task_calls import Stream, TaskCalls
+from pipeline.executors.transfers import Transfers
 from pipeline.executors.turns import Turns
 from pipeline.executors.worker import WorkerSettings
 from pipeline.plan.plan import PlacedGroup, Plan, PlannedStage
 from pipeline.plan.planner import with_samples, worker_groups
 from pipeline.record.trace import Placed, Turned
 
-RESTARTS = 8  # worker restarts per group and run
 PLANE_ATTEMPTS = 5
 WRITE_S = 3600.0  # for all workers to write their state
-REPLACE_S = 3600.0  # for a replacement; each wait in it has a shorter deadline
 CLOSE_S = 30.0  # for Ray to end the workers and the data plane
-EXCHANGE_DEADLINE_S = 900.0  # between ranks of a group; a failed rank ends the run at once
-MEETING_DEADLINE_S = 900.0  # between the two sides of a transfer; a dead worker ends the wait at once
 
 
 class RayExecutor:
@@ -94,21 +91,14 @@ class RayExecutor:
         self._connection = Connection(address, last_words, loopback=not (address or trusted_network))
         self.plane: Any = None
         self._controller_resource: str | None = None  # of the node of TransferQueue's controller
-        self._actors: dict[str, list[Any]] = {}
-        self._births: dict[str, Callable[[int], Any]] = {}  # by worker group: starts the actor of a rank
-        self._replaceable: dict[str, bool] = {}
-        self._restarts: Counter[str] = Counter()
-        self._retired: dict[Any, tuple[str, int]] = {}  # dead actors that were replaced
+        self._groups = ActorGroups()
+        self._transfers = Transfers(self._groups)
         self._heartbeat = Heartbeat()
         self._machines = Machines()
-        self._served: dict[tuple[str, str], Offer] = {}  # the last offer to each group, by stage
-        self._meetings = Meetings(ray.util.get_node_ip_address, deadline_s=MEETING_DEADLINE_S)
         self._stages: dict[str, Stage] = {}
         self._there: dict[str, list[str]] = {}  # by machine: the names of the processes there, for messages
-        self._nodes: dict[str, set[str]] = {}  # by worker group: where it runs
         self._placement = PlacementGroups()
         self._planned: dict[str, PlannedStage] = {}
-        self._layouts: dict[str, RankLayout] = {}
         self._pending: dict[ray.ObjectRef, TaskCalls] = {}
         self._streams: dict[Any, Stream] = {}  # by the reference of its reports
         self._cleared: dict[str, list[str]] = {}
@@ -137,12 +127,9 @@ class RayExecutor:
             hosted = cloudpickle.dumps((groups[placed.name], tuple(by_name[name] for name in placed.stages)))
             streams = any(self._planned[name].shape == "stream" for name in placed.stages)
             actor: Any = StreamActor if streams else Actor
-            beside = self._actors[placed.colocated] if placed.colocated else ()
-            birth = self._births[placed.name] = self._placement.place(
-                groups[placed.name], actor, hosted, blob_of_all, settings, beside
-            )
-            actors = self._actors[placed.name] = [birth(rank) for rank in range(placed.workers)]
-            self._layouts[placed.name] = RankLayout.of(groups[placed.name])
+            group, beside = groups[placed.name], self._groups.actors[placed.colocated] if placed.colocated else ()
+            birth = self._placement.place(group, actor, hosted, blob_of_all, settings, beside)
+            actors = self._groups.add(placed.name, placed.workers, RankLayout.of(group), birth)
             met: list[ray.ObjectRef] = []
             if self._ranks_meet(placed, plan.stages):
                 meeting = actors[0].meeting_point.remote(START_DEADLINE_S)
@@ -151,17 +138,21 @@ class RayExecutor:
             setups[placed.name] = [actor.setup.remote(after) for actor, after in zip_longest(actors, met)]
         self._on_start("the data plane")
         self.plane = self._open_plane(units)  # while the models load
-        actors = [actor for group in self._actors.values() for actor in group]
+        actors = self._groups.all()
         self._all(joins, "meet the other ranks of their group")
         self._set_up(setups)
         joined = self._all([actor.connect.remote(self.plane.settings) for actor in actors], "join the data plane")
         for placed_at, replaceable in joined:
-            self._replaceable[placed_at.group] = replaceable and not plan.partners(placed_at.group)
-            self._nodes.setdefault(placed_at.group, set()).add(placed_at.node)
+            self._groups.replaceable[placed_at.group] = replaceable and not plan.partners(placed_at.group)
+            self._groups.placed(placed_at)
         if restore:
             self._all([actor.restore.remote(restore) for actor in actors], f"restore {restore.name}")
         self._heartbeat.watch(actors)
         self._watch_machines([placed_at for placed_at, _ in joined])
+        self._losses = Losses(
+            self._groups, self._transfers, self._heartbeat, self.plane.settings,
+            look=self._look, joined=lambda placed: self._watch_machines([placed]),
+        )  # fmt: skip
         self._on_start("the first step")
         return [placed_at for placed_at, _ in joined]
 
@@ -169,22 +160,19 @@ class RayExecutor:
         stage = self._planned[task.stage]
         self._turns.before(stage)
         if stage.shape == "transfer":
-            self._follow(self._transfer(task, stage))
+            self._follow(self._transfers.start(task, stage, self._stages[stage.name]))
             return
         name = stage.groups[0]
-        layout = self._layouts[name]
         if stage.shape == "stream":
             assert task.replica is not None
             handle = meta.encode() if meta is not None else None
-            leader, *_ = siblings = layout.siblings(task.replica)
-            for rank in siblings:
-                actor = self._actors[name][rank]
+            for place, (rank, actor) in enumerate(self._groups.replica(name, task.replica)):
                 stream = actor.stream.options(num_returns="streaming")
                 reports = stream.remote(task, handle, self._cleared.pop(f"{name}.{rank}", []))
-                self._streams[reports] = Stream(task, actor, rank == leader)
+                self._streams[reports] = Stream(task, actor, leads=place == 0)
             return
         if stage.sharding and meta is not None:
-            handles = shards(stage, task, meta, layout.data)
+            handles = shards(stage, task, meta, self._groups.layouts[name].data)
             calls = [self._call(name, replica, task, handle) for replica, handle in enumerate(handles)]
             leading, others = [call for call, *_ in calls], [call for _, *rest in calls for call in rest]
             self._follow(TaskCalls(task, dict(leading), dict(others)))
@@ -238,34 +226,26 @@ class RayExecutor:
     def cancel(self, task: Task, groups: Sequence[int]) -> None:
         name = self._planned[task.stage].groups[0]
         assert task.replica is not None
-        for rank in self._layouts[name].siblings(task.replica):
-            self._actors[name][rank].cancel.remote(tuple(groups))
+        for _, actor in self._groups.replica(name, task.replica):
+            actor.cancel.remote(tuple(groups))
 
     def hold(self, folder: Path) -> None:
-        actors = list(self._stateful().values())
+        actors = list(self._groups.stateful().values())
         self._all([actor.hold.remote(folder) for actor in actors], f"save {folder.name}", WRITE_S, among=actors)
 
     def saved(self, folder: Path) -> dict[str, dict[str, int]]:
-        stateful = self._stateful()
+        stateful = self._groups.stateful()
         actors = list(stateful.values())
         self._all([actor.saved.remote() for actor in actors], "write their state", WRITE_S, among=actors)
         files = self._all([actor.files.remote(folder) for actor in actors], "list what they wrote", among=actors)
         return dict(zip(stateful, files, strict=True))
 
     def saved_bytes(self) -> int:
-        actors = list(self._stateful().values())
+        actors = list(self._groups.stateful().values())
         return sum(self._all([actor.saved_bytes.remote() for actor in actors], "measure their state", among=actors))
 
-    def _stateful(self) -> dict[str, Any]:
-        return {
-            f"{name}.{rank}": actor
-            for name, group in self._actors.items()
-            for rank, actor in enumerate(group)
-            if not self._replaceable[name]
-        }
-
     def cleared(self, rows: Sequence[str]) -> None:
-        for name, actors in self._actors.items():
+        for name, actors in self._groups.actors.items():
             for rank in range(len(actors)):
                 self._cleared.setdefault(f"{name}.{rank}", []).extend(rows)
 
@@ -295,10 +275,10 @@ class RayExecutor:
         return not self._connection.is_open
 
     def _let_go(self) -> None:
-        for actor in [actor for group in self._actors.values() for actor in group]:
+        for actor in self._groups.all():
             ray.kill(actor)
-        self._actors.clear()
-        self._meetings.close()
+        self._groups.actors.clear()
+        self._transfers.meetings.close()
         self._pending.clear()
         self._streams.clear()
         if self.plane is not None:
@@ -339,41 +319,6 @@ class RayExecutor:
                 time.sleep(1.0)
         raise not_started("TransferQueue", cause) from cause
 
-    def _is_near(self, transfer: PlannedStage) -> bool:
-        """Return whether all workers of both sides are on one machine."""
-        return len(set().union(*(self._nodes[group] for group in transfer.groups))) == 1
-
-    def _transfer(self, task: Task, stage: PlannedStage) -> TaskCalls:
-        """Start offer and take, and, in a two-sided transfer, the source's carry."""
-        source, target = stage.groups
-        near = self._is_near(stage)
-        meeting = (
-            self._meeting(stage, range(len(self._actors[target]))) if self._stages[stage.name].meets(near) else None
-        )
-        sends = [actor.send.options(num_returns=2).remote(task, near, meeting) for actor in self._actors[source]]
-        offer = Offer(task, near, meeting is not None, [payload for payload, _ in sends])
-        sent = [(ref, actor) for (_, ref), actor in zip(sends, self._actors[source])]
-        carried = self._carried(offer, meeting)
-        received = [
-            (actor.receive.remote(task, near, meeting, offer.payloads), actor) for actor in self._actors[target]
-        ]
-        others = dict([*sent, *carried])
-        return TaskCalls(task, leading=dict(received), others=others, offer=offer, meeting=meeting)
-
-    def _carried(self, offer: Offer, meeting: MeetingPlace | None) -> list[tuple[ray.ObjectRef, Any]]:
-        """Start the carry calls to all sources of a two-sided transfer; none for a one-sided one."""
-        if meeting is None:
-            return []
-        sources = self._actors[self._planned[offer.task.stage].groups[0]]
-        return [(actor.carry.remote(offer.task, offer.near, meeting, offer.payloads), actor) for actor in sources]
-
-    def _meeting(self, stage: PlannedStage, ranks: Sequence[int]) -> MeetingPlace:
-        """Return the meeting of a transfer's sources with these target ranks."""
-        source, target = stage.groups
-        return self._meetings.of(
-            stage.name, [f"{source}.{rank}" for rank in range(len(self._actors[source]))], target, ranks
-        )
-
     def _watch_machines(self, placed: Iterable[Placed]) -> None:
         """Watch Ray's nodes on the machines of these workers and of TransferQueue's processes."""
         there = [(at.node, f"{at.group}.{at.worker}") for at in placed]
@@ -386,8 +331,9 @@ class RayExecutor:
 
     def _turn(self, name: str, awake: bool, room: int | None) -> list[Turned]:
         """Wake the workers of a group or put them to sleep."""
-        calls = [actor.turn.remote(awake, room) for actor in self._actors[name]]
-        return self._all(calls, "wake up" if awake else "release their memory", among=self._actors[name])
+        actors = self._groups.actors[name]
+        calls = [actor.turn.remote(awake, room) for actor in actors]
+        return self._all(calls, "wake up" if awake else "release their memory", among=actors)
 
     @staticmethod
     def _ranks_meet(group: PlacedGroup, stages: Iterable[PlannedStage]) -> bool:
@@ -400,8 +346,7 @@ class RayExecutor:
         """Run the task on every rank of a replica. Returns calls and actors, the leader's first."""
         handle = meta.encode() if meta is not None else None
         calls = []
-        for rank in self._layouts[group].siblings(replica):
-            actor = self._actors[group][rank]
+        for rank, actor in self._groups.replica(group, replica):
             calls.append((actor.run.remote(task, handle, self._cleared.pop(f"{group}.{rank}", [])), actor))
         return calls
 
@@ -419,11 +364,11 @@ class RayExecutor:
             return None
         except RayError as error:
             del self._streams[stream]
-            return self._without(task, running.actor, error)
+            return self._losses.without(task, running.actor, error)
         if isinstance(report.error, Unfit):
             del self._streams[stream]
-            return self._instead(task, running.actor, report.error)
-        if report.error and (lost_one := self._lost_among(self._siblings(running.actor), task)):
+            return self._losses.instead(task, running.actor, report.error)
+        if report.error and (lost_one := self._losses.among(self._groups.siblings(running.actor), task)):
             del self._streams[stream]
             return lost_one
         return report if running.leads else TaskResult(task=task, events=report.events, error=report.error)
@@ -437,108 +382,33 @@ class RayExecutor:
         except RayError as error:
             if isinstance(error, RayTaskError) and isinstance(error, RayActorError):
                 return None  # this worker is alive; the call of its dead source reports the loss too
-            return self._without(task, (calls.leading | calls.others)[ref], error)
+            return self._losses.without(task, (calls.leading | calls.others)[ref], error)
         if isinstance(result.error, Unfit):
-            return self._instead(task, (calls.leading | calls.others)[ref], result.error)
+            return self._losses.instead(task, (calls.leading | calls.others)[ref], result.error)
         calls.results[ref] = result
         if result.error and calls.meeting and not calls.error:
             calls.error = result.error
-            self._meetings.fail(calls.meeting.name, str(result.error))
+            self._transfers.meetings.fail(calls.meeting.name, str(result.error))
         if result.error and not isinstance(result.error, PeerLost):
             # other ranks may wait for this one; the run ends before their deadline
-            return self._lost_among((calls.leading | calls.others).values(), task) or result
+            return self._losses.among((calls.leading | calls.others).values(), task) or result
         if len(calls.results) < len(calls.leading) + len(calls.others):
             return self._reached(calls, ref)
         whole = calls.whole()
-        if calls.offer and not whole.error and (gone := self._retired.keys() & set(calls.leading.values())):
-            name, rank = self._retired[next(iter(gone))]
+        if calls.offer and not whole.error and (gone := self._groups.retired.keys() & set(calls.leading.values())):
+            name, rank = self._groups.retired[next(iter(gone))]
             return TaskResult(task=task, lost=f"worker {name}.{rank} was replaced after it had received the weights")
         if calls.offer and not whole.error:
-            self._served[self._planned[task.stage].groups[-1], task.stage] = calls.offer
+            self._transfers.served[task.stage] = calls.offer
         return whole
 
     def _reached(self, calls: TaskCalls, ref: ray.ObjectRef) -> TaskResult | None:
         """Return a report that one of several replicas has the whole version while others do not, or None."""
         if not calls.offer or ref not in calls.leading:
             return None
-        name, rank = self._find(calls.leading[ref])
-        replica = self._layouts[name].replica(rank)
-        siblings = set(self._siblings(calls.leading[ref]))
+        name, rank = self._groups.find(calls.leading[ref])
+        replica = self._groups.layouts[name].replica(rank)
+        siblings = set(self._groups.siblings(calls.leading[ref]))
         own = [call for call, actor in calls.leading.items() if actor in siblings]
         has = all(call in calls.results and not calls.results[call].error for call in own)
         return TaskResult(task=calls.task, served=replica) if has and len(own) < len(calls.leading) else None
-
-    def _siblings(self, actor: Any) -> list[Any]:
-        """Return the workers of the replica that the worker is part of."""
-        name, rank = self._find(actor)
-        layout = self._layouts[name]
-        return [self._actors[name][one] for one in layout.siblings(layout.replica(rank))]
-
-    def _lost_among(self, actors: Collection[Any], task: Task) -> TaskResult | None:
-        """Return the report of a lost worker if the death of one of these explains another one's error, or None."""
-        gone = dead(actors) if len(actors) > 1 else None
-        return self._without(task, *gone) if gone else None
-
-    def _without(self, task: Task, actor: Any, error: RayError) -> TaskResult:
-        """Return the report of a task whose worker did not respond. A dead worker is replaced if possible."""
-        name, rank = self._find(actor)
-        fate = self._heartbeat.fate(actor)
-        doing = f"finish {task.stage!r} at step {task.step + 1} on {name!r}"
-        if not isinstance(error, RayActorError) or not self._replaceable[name]:
-            return TaskResult(task=task, error=lost(doing, error, fate=fate))
-        if self._actors[name][rank] is actor and self._restarts[name] == RESTARTS:
-            return TaskResult(task=task, error=lost(doing, error, f"; {RESTARTS} others died before it", fate=fate))
-        return self._another(task, actor, fate)
-
-    def _instead(self, task: Task, actor: Any, error: Unfit) -> TaskResult:
-        """Return the report of a task whose worker cannot continue. It is replaced if possible."""
-        name, rank = self._find(actor)
-        if not self._replaceable[name] or (self._actors[name][rank] is actor and self._restarts[name] == RESTARTS):
-            return TaskResult(task=task, error=error)
-        return self._another(task, actor, f"gave up: {error.problems[0].what}")
-
-    def _another(self, task: Task, actor: Any, fate: str) -> TaskResult:
-        """Return the report of a task whose worker was lost. Replaces the worker."""
-        name, rank = self._find(actor)
-        result = TaskResult(task=task, lost=f"worker {name}.{rank} {fate}")
-        if self._actors[name][rank] is actor:  # otherwise another of its tasks has handled that
-            self._restarts[name] += 1
-            self._meetings.lose(f"{name}.{rank}", result.lost or "")
-            replaces = partial(self._replace, name, rank)
-            try:
-                result.events.append(in_thread(replaces, REPLACE_S, f"replaces {name}.{rank}", self._look))
-            except SluiceError as failure:
-                return TaskResult(task=task, error=failure)
-            self._retired[actor] = name, rank
-        return result
-
-    def _find(self, actor: Any) -> tuple[str, int]:
-        """Return worker group and rank of an actor, current or replaced."""
-        for name, actors in self._actors.items():
-            if actor in actors:
-                return name, actors.index(actor)
-        return self._retired[actor]
-
-    def _replace(self, name: str, rank: int) -> Placed:
-        """Start a replacement worker with the weights that the old one served, and kill the old one in case it is only
-        unreachable."""
-        old = self._actors[name][rank]
-        self._heartbeat.forget(old)
-        ray.kill(old)
-        actor = self._births[name](rank)
-        what = f"take the place of {name}.{rank}"
-        get_all([actor.setup.remote()], what, SETUP_DEADLINE_S)
-        ((placed, _),) = get_all([actor.connect.remote(self.plane.settings)], what)
-        self._nodes[name].add(placed.node)
-        for (group, stage), offer in self._served.items():
-            if group == name:
-                meeting = self._meeting(self._planned[stage], [rank]) if offer.carried else None
-                calls = [actor.receive.remote(offer.task, offer.near, meeting, offer.payloads)]
-                calls += [call for call, _ in self._carried(offer, meeting)]  # after the sources' current work
-                for result in get_all(calls, what, EXCHANGE_DEADLINE_S):
-                    if result.error:
-                        raise result.error
-        self._actors[name][rank] = actor
-        self._heartbeat.watch([actor])
-        self._watch_machines([placed])
-        return placed

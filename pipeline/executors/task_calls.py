@@ -12,6 +12,7 @@ from pipeline.declare.task import MeetingPlace, Task
 from pipeline.errors import SluiceError
 from pipeline.executors import merged
 from pipeline.executors.outputs import TaskResult
+from pipeline.plan.plan import PlannedStage
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class Stream:
 class Offer:
     """The source's offer in a transfer, one payload per rank; `carried` for a two-sided transfer."""
 
+    stage: PlannedStage
     task: Task
     near: bool
     carried: bool

@@ -50,4 +50,4 @@ def test_no_worker_starts_if_an_interpreter_has_no_ray(tmp_path, ray_session):
     driver = driver_of(tmp_path / "run", str(python))
     with pytest.raises(GraphError, match=r"which has no ray, no TransferQueue, .*, and the driver has ray 2\."):
         driver.execute()
-    assert not driver.executor._actors
+    assert not driver.executor._groups.actors

@@ -113,12 +113,13 @@ def test_streams_that_die_are_begun_again_and_slow_groups_still_dropped(tmp_path
 
 
 def test_a_group_whose_workers_keep_dying_ends_the_run(tmp_path, ray_session, monkeypatch):
-    from pipeline.executors import ray as executors
+    from pipeline.executors import losses
+    from pipeline.executors.ray import RayExecutor
 
-    monkeypatch.setattr(executors, "RESTARTS", 1)
+    monkeypatch.setattr(losses, "RESTARTS", 1)
     folder = tmp_path / "run"
     with pytest.raises(StageError, match=r"a worker died and did not .*; 1 others died before it"):
-        execute(QUICKSTART, FLAGS, folder, executors.RayExecutor(), on_step=killed(folder, "sampler", {1, 3}))
+        execute(QUICKSTART, FLAGS, folder, RayExecutor(), on_step=killed(folder, "sampler", {1, 3}))
 
 
 def test_a_trainer_that_dies_ends_the_run_with_its_own_error(tmp_path, ray_session):

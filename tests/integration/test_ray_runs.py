@@ -137,7 +137,7 @@ def test_a_worker_of_plain_functions_that_dies_is_replaced(tmp_path, ray_session
     driver = driver_of(tmp_path, steps=12, batch=4)
     done = []
     driver.loop.steps._listeners = [lambda step, metrics: (
-        done.append(metrics), step == 3 and ray_session.kill(driver.executor._actors["shouters"][0])
+        done.append(metrics), step == 3 and ray_session.kill(driver.executor._groups.actors["shouters"][0])
     )]  # fmt: skip
     driver.execute()
     assert len(done) == 12
@@ -164,8 +164,8 @@ def test_a_task_goes_out_to_all_workers_before_any_answers():
             return object()
 
     executor = RayExecutor()
-    executor._actors["scorers"] = [Remote(rank) for rank in range(32)]
-    executor._layouts["scorers"] = RankLayout(data=32)
+    executor._groups.actors["scorers"] = [Remote(rank) for rank in range(32)]
+    executor._groups.layouts["scorers"] = RankLayout(data=32)
     planned = plan(load(HERE.parents[1] / "graphs/quickstart.py").build({}))[0]
     scorers = msgspec.structs.replace(planned.groups[0], name="scorers")
     executor._turns = Turns(msgspec.structs.replace(planned, groups=(scorers,)), lambda name, awake: [])

@@ -15,6 +15,8 @@ from pipeline.errors import PeerLost, Problem, StageError, Unfit, WorkerLost
 from pipeline.executors import answers, control_store
 from pipeline.executors import ray as executors
 from pipeline.executors.control_store import ControlStore
+from pipeline.executors.heartbeat import Heartbeat
+from pipeline.executors.losses import RESTARTS, Losses
 from pipeline.executors.outputs import TaskResult
 from pipeline.executors.ray import RayExecutor
 from pipeline.executors.task_calls import Offer, TaskCalls
@@ -32,18 +34,20 @@ def executor(monkeypatch: pytest.MonkeyPatch) -> Any:
     """An executor with one source and two targets, each of which is its own call and its own actor."""
     made: Any = RayExecutor()
     made._planned = {stage.name: stage for stage in plan(graph())[0].stages}
-    made._actors = {"learner": [LEARNER], "sampler": [FIRST, SECOND]}
-    made._replaceable = {"learner": False, "sampler": True}
-    made._meetings._host = lambda: "127.0.0.1"
-    made.meeting = made._meeting(made._planned["refit"], [0, 1])
+    made._groups.actors |= {"learner": [LEARNER], "sampler": [FIRST, SECOND]}
+    made._groups.replaceable |= {"learner": False, "sampler": True}
+    made._transfers.meetings._host = lambda: "127.0.0.1"
+    made.meeting = made._transfers.meeting(made._planned["refit"], [0, 1])
+    losses = Losses(made._groups, made._transfers, Heartbeat(), made.store, look=made._look, joined=print)
     calls = TaskCalls(TASK, {FIRST: FIRST, SECOND: SECOND}, {LEARNER: LEARNER})  # type: ignore[dict-item]
     made._follow(calls)
 
     def replace(name: str, rank: int) -> Placed:
-        made._actors[name][rank] = f"{name}.{rank} again"
+        made._groups.replace(name, rank, f"{name}.{rank} again")
         return Placed(group=name, worker=rank, node="here", pid=1)
 
-    made._replace = replace
+    losses.replace = replace  # type: ignore[method-assign]
+    made._losses = losses
     return made
 
 
@@ -69,7 +73,7 @@ def test_who_lost_a_worker_that_died_has_no_error(executor: Any, monkeypatch: py
     (report,) = told(executor, monkeypatch, learner_0=result(APART), sampler_0=None, sampler_1=result(APART))
     assert (report.lost, report.error) == ("worker sampler.0 died", None)
     assert [event.worker for event in report.events] == [0]
-    meeting, again = executor.meeting, executor._meeting(executor._planned["refit"], [0, 1])
+    meeting, again = executor.meeting, executor._transfers.meeting(executor._planned["refit"], [0, 1])
     store = reach_store(meeting.host, meeting.port, 1, deadline_s=30.0)
     assert store.get(meeting.name) == b"worker sampler.0 died", "nobody waits there"
     assert again.name == meeting.name.replace("sampler.0#0", "sampler.0#1")
@@ -79,7 +83,7 @@ def test_who_lost_a_worker_that_died_has_no_error(executor: Any, monkeypatch: py
 def test_where_nobody_died_it_is_the_error(executor: Any, monkeypatch: pytest.MonkeyPatch, apart: tuple[str]) -> None:
     answers = {name: result(APART if name in apart else None) for name in ("sampler_0", "learner_0", "sampler_1")}
     (report,) = told(executor, monkeypatch, **answers)
-    assert report.error is APART and not executor._served
+    assert report.error is APART and not executor._transfers.served
 
 
 def test_the_first_failed_end_ends_the_meeting_and_is_the_error(executor: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,7 +99,7 @@ def test_the_first_failed_end_ends_the_meeting_and_is_the_error(executor: Any, m
 def test_one_that_gives_up_is_replaced(executor: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     (report,) = told(executor, monkeypatch, learner_0=result(), sampler_1=result(UNFIT), sampler_0=result(APART))
     assert (report.lost, report.error) == ("worker sampler.1 gave up: its engine died", None)
-    assert executor._actors["sampler"] == [FIRST, "sampler.1 again"]
+    assert executor._groups.actors["sampler"] == [FIRST, "sampler.1 again"]
 
 
 @pytest.mark.parametrize("limit", [True, False])
@@ -103,9 +107,9 @@ def test_one_that_gives_up_and_cannot_be_replaced_is_the_error(
     executor: Any, monkeypatch: pytest.MonkeyPatch, limit: bool
 ) -> None:
     if limit:
-        executor._restarts["sampler"] = executors.RESTARTS
+        executor._losses._restarts["sampler"] = RESTARTS
     else:
-        executor._replaceable["sampler"] = False
+        executor._groups.replaceable["sampler"] = False
     (report,) = told(executor, monkeypatch, sampler_1=result(UNFIT))
     assert report.error is UNFIT
 
@@ -116,7 +120,7 @@ def test_a_replacement_is_not_waited_for_once_the_control_store_has_died(
     """It died after its worker, in the middle of the replacement: Ray's call does not return."""
     monkeypatch.setattr(patience, "LOOK_S", 0.01)
     never, refusals = threading.Event(), iter([False, True, True, True])
-    executor._replace = lambda name, rank: never.wait(60)
+    executor._losses.replace = lambda name, rank: never.wait(60)
     executor._connection.store = ControlStore("127.0.0.1:6379", lambda address, port: next(refusals))
     monkeypatch.setattr(control_store, "POLL_S", 0.0)
     (report,) = told(executor, monkeypatch, sampler_0=None)
@@ -145,8 +149,10 @@ def test_a_replica_is_served_once_all_of_its_ranks_have_the_version(monkeypatch:
     made: Any = RayExecutor()
     made._planned = {stage.name: stage for stage in plan(graph())[0].stages}
     ranks = [f"sampler.{rank}" for rank in range(4)]
-    made._actors, made._layouts = {"learner": [LEARNER], "sampler": ranks}, {"sampler": RankLayout(tensor=2, data=2)}
-    offer = Offer(task=TASK, near=True, carried=False, payloads=())
+    made._groups.actors |= {"learner": [LEARNER], "sampler": ranks}
+    made._groups.layouts["sampler"] = RankLayout(tensor=2, data=2)
+    made._losses = Losses(made._groups, made._transfers, Heartbeat(), made.store, look=made._look, joined=print)
+    offer = Offer(made._planned["refit"], task=TASK, near=True, carried=False, payloads=())
 
     def served(**answers: Any) -> list[int | None]:
         calls = TaskCalls(TASK, dict(zip(ranks, ranks)), {LEARNER: LEARNER}, offer)  # type: ignore[arg-type]
