@@ -31,6 +31,7 @@ class ActorGroups:
         return self._births[name](rank)
 
     def replace(self, name: str, rank: int, actor: Any) -> None:
+        """Let this actor be the one of a rank, and remember the one before it."""
         self.retired[self.actors[name][rank]] = name, rank
         self.actors[name][rank] = actor
 

@@ -58,7 +58,7 @@ class TaskResult(msgspec.Struct, kw_only=True):
 
 
 class Outputs:
-    """Keeps what the runners of a worker return: columns in the data plane if it `leads`, the rest in reports."""
+    """Keeps what runners return: columns in the data plane, if the worker `leads`, and the rest in reports."""
 
     def __init__(
         self, plane: DataPlane, stages: Sequence[Stage], *, partition: str, group_size: int, leads: bool
@@ -200,4 +200,5 @@ def _weight(output: Output, keys: Sequence[str]) -> int:
 
 
 def metric_name(stage: Stage, metric: str) -> str:
+    """Return the name under which a metric of a stage is recorded."""
     return metric if "/" in metric else f"{stage.name}/{metric}"
