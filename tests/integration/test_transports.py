@@ -107,9 +107,9 @@ def test_between_machines_it_is_gloo_and_a_sampler_that_dies_in_it_changes_nothi
     tmp_path, ray_session, pulled, monkeypatch
 ):
     """It dies once before it meets the trainer, and once while a message arrives."""
-    from pipeline.executors.ray import RayExecutor
+    from pipeline.executors.actor_groups import ActorGroups
 
-    monkeypatch.setattr(RayExecutor, "_is_near", lambda self, stage: False)
+    monkeypatch.setattr(ActorGroups, "are_near", lambda self, names: False)
     flags = {"workers": 2, "dies": True, "done": str(tmp_path / "done")}
     run_dir = on_ray(flags, tmp_path / "run")
     placed = [event.worker for event in events(run_dir, trace.Placed) if event.group == "sampler"]
