@@ -156,7 +156,7 @@ def test_rollout_logprobs_are_those_of_the_version_that_they_name(tmp_path):
         torch.testing.assert_close(found["rollout_logprobs"], right, atol=1e-5, rtol=0)
         another = load_file(run_dir.checkpoint(version - 1 or 4) / "train" / "weights.safetensors")
         stale = recomputed(another, found, samples=32)
-        assert (found["rollout_logprobs"][: len(stale)] - stale).abs().max() > 1e-3, "another version's weights give other logprobs"
+        assert (found["rollout_logprobs"][: len(stale)] - stale).abs().max() > 1e-3, "other weights give others"
 
 
 def recomputed(
