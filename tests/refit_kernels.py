@@ -21,7 +21,7 @@ SIGNED = tuple(int(np.uint64(seed).view(np.int64)) for seed in SEEDS)
 
 
 @given(sides())
-@settings(max_examples=few(50), deadline=None)
+@settings(max_examples=few(25), deadline=None)
 def moved(pair: tuple[Layout, Layout]) -> None:
     source, destination = pair
     plan, given_ = build(source, destination, segment_bytes=32), [on("cpu", memory) for memory in filled(source)]
@@ -35,7 +35,7 @@ def moved(pair: tuple[Layout, Layout]) -> None:
 
 
 @given(sides())
-@settings(max_examples=few(50), deadline=None)
+@settings(max_examples=few(25), deadline=None)
 def summed(pair: tuple[Layout, Layout]) -> None:
     layout = pair[0]
     for places, memory in zip(layout.ranks, filled(layout)):
@@ -48,7 +48,7 @@ def summed(pair: tuple[Layout, Layout]) -> None:
 
 
 @given(sides(), st.integers(0, 8))
-@settings(max_examples=few(50), deadline=None)
+@settings(max_examples=few(25), deadline=None)
 def summed_and_copied(pair: tuple[Layout, Layout], shift: int) -> None:
     layout = pair[0]
     for places, memory, empty in zip(layout.ranks, filled(layout), buffers(layout)):

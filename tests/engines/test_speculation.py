@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -192,3 +194,13 @@ def test_the_second_model_runner_is_refused(monkeypatch: pytest.MonkeyPatch, roo
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
     with pytest.raises(ValueError, match="only the first model runner verifies drafts"):
         open_llm(root, gpus=False, tensor_parallel=1, memory=0.5, speculate=2)
+
+
+def test_a_draft_with_heads_that_the_cpu_build_lacks_is_refused_at_once(tmp_path: Path, model: Model) -> None:
+    from stages.backends.vllm.api import open_llm
+
+    draft = Path(shutil.copytree(model.source, tmp_path / "draft"))
+    config = json.loads((draft / "config.json").read_text())
+    (draft / "config.json").write_text(json.dumps(config | {"head_dim": 16}))
+    with pytest.raises(ValueError, match="head_dim is 16, and attention on the CPU has 32, 64"):
+        open_llm(Path(model.source), gpus=False, tensor_parallel=1, memory=0.5, speculate=2, draft=draft)

@@ -12,8 +12,7 @@ import torch.distributed as dist
 
 from ops.refit.layout import Layout, Tensor, dense
 from ops.refit.transports.tree import Fanout
-from tests.refit_ranks import CASES
-from tests.refit_tree_ranks import REPLICAS, SENDERS, SIZE
+from tests.refit_tree_ranks import REPLICAS, SENDERS, SIZE, TREE_CASES
 
 DEADLINE_S = 300
 
@@ -36,7 +35,7 @@ def of(found: Found, name: str) -> dict[int, list[dict[str, Any]]]:
     return {rank: own[name] for rank, own in enumerate(found) if own.get(name)}
 
 
-@pytest.mark.parametrize("case", [" ".join(case) for case in CASES])
+@pytest.mark.parametrize("case", [" ".join(case) for case in TREE_CASES])
 def test_every_receiver_has_the_bytes_of_the_golden_way(found: Found, case: str) -> None:
     ranks = of(found, case)
     assert all([version["wrong"] for version in own] == [[], []] for own in ranks.values())

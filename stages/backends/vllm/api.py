@@ -126,6 +126,8 @@ def open_llm(
     ).create_engine_config(UsageContext.LLM_CLASS)
     if not gpus:
         _check_head(config.model_config.get_head_size())
+        if drafts := config.speculative_config:
+            _check_head(drafts.draft_model_config.get_head_size())
     return AsyncLLM.from_vllm_config(config, disable_log_stats=True)
 
 
