@@ -28,7 +28,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -167,7 +167,8 @@ def _keep() -> None:
         print(json.dumps(answer), flush=True)
     if "address" in answer:
         sys.stdin.read()
-    ray.shutdown()
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):  # Ray prints what is left of its workers' logs
+        ray.shutdown()
 
 
 if __name__ == "__main__":

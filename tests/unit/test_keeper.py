@@ -44,3 +44,24 @@ def test_a_process_that_has_ended_and_is_not_reaped_is_no_member() -> None:
         subprocess.run(["kill", "-9", str(pid)], check=True)
     wait_until_empty(process.pid, 5.0)
     process.wait()
+
+
+def test_what_ray_prints_when_it_ends_goes_nowhere_once_the_driver_is_gone(tmp_path: Path) -> None:
+    """A Ray whose last words come too late: the real one has some only now and then."""
+    (tmp_path / "ray.py").write_text(
+        "from types import SimpleNamespace as Named\n"
+        "init = lambda: None\n"
+        "get_runtime_context = lambda: Named(gcs_address='here')\n"
+        "shutdown = lambda: print('left over', flush=True)\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-P", keeper.__file__, keeper.KEEP], env={"PYTHONPATH": str(tmp_path)}, text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    assert process.stdin and process.stdout and process.stderr
+    process.stdin.write("{}\n")
+    process.stdin.flush()
+    assert "here" in process.stdout.readline()
+    process.stdout.close()
+    process.stdin.close()
+    assert (process.stderr.read(), process.wait(20)) == ("", 0)
