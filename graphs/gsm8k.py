@@ -6,10 +6,10 @@ The folder contains train.jsonl and test.jsonl of https://github.com/openai/grad
 2110.14168), with the columns `question` and `answer`; the final number follows `####` in the answer.
 """
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
+from graphs import grpo
 from ops.rewards import MathVerify, boxed
 from pipeline import Graph, Model, Schedule, WorkerGroup
 from stages import (
@@ -131,10 +131,4 @@ def graph(
     )
 
 
-def choices(gpus: int) -> Iterator[dict[str, object]]:
-    """What to try for flags that are not given, if `--on` names GPUs: the fastest that fits is taken."""
-    for tokens in range(8192, 49153, 4096):
-        fast = {"generator": "vllm", "trainer": "megatron", "microbatch": tokens}
-        yield fast | {"sampler_gpus": gpus, "learner_gpus": gpus, "colocated": True}
-        for sampler_gpus in range(1, gpus):
-            yield fast | {"sampler_gpus": sampler_gpus, "learner_gpus": gpus - sampler_gpus, "colocated": False}
+choices = grpo.choices  # what to try for flags that are not given, if `--on` names GPUs

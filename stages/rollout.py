@@ -75,7 +75,7 @@ class Rollout(Stage):
     A group is returned as soon as its last sample has ended; groups that end at the same token are returned together.
     `token_versions` holds the version of the weights that sampled each token.
     Metrics, means over samples: `length_mean` (tokens), `truncated` (fraction). With `WorkerGroup(speculate=...)` also
-    `tokens_per_pass`, the mean number of tokens that a sample gains in one pass of the model, 1 if no draft is right.
+    `tokens_per_pass`, the mean number of tokens that a sample gains in a pass: about 1 if no draft is right.
     """
 
     model: Model

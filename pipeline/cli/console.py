@@ -144,8 +144,6 @@ def _volume(plan: Plan, edge: object | None) -> str:
 
 
 _COUNTS = ("eval/count", "eval/length_mean", "eval/truncated")  # evaluation metrics that are not rewards
-
-
 SLOW_START_S = 30.0  # between two lines about a start
 
 

@@ -5,9 +5,7 @@ Knows keys and fields, not columns. It also determines which groups a put has co
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Sequence
-from itertools import repeat
 
 from pipeline.data_plane import row_name
 from pipeline.declare.handle import KVBatchMeta, Placement, group_of, groups_of, keys_of, sample_key
@@ -58,12 +56,6 @@ class HandleTable:
     def _check_lengths(self, handle: KVBatchMeta) -> None:
         for dim, lengths in handle.lengths.items():
             known = self._sizes.setdefault(dim, {})
-            found, own = list(map(known.get, handle.keys)), list(zip(repeat(handle.attempt), lengths))
-            if found == own:
-                continue
-            if not any(found):
-                known.update(zip(handle.keys, own))
-                continue
             for key, length in zip(handle.keys, lengths):
                 attempt, other = known.get(key, (-1, 0))
                 if attempt == handle.attempt and other != length:
@@ -150,7 +142,8 @@ class HandleTable:
                 self._counts.pop((field, group), None)
         keys = keys_of(tuple(groups), self._group_size)
         for known in self._sizes.values():
-            deque(map(known.pop, keys, repeat(None)), maxlen=0)
+            for key in keys:
+                known.pop(key, None)
 
     def __len__(self) -> int:
         return len(self._puts)

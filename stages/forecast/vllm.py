@@ -17,13 +17,12 @@ def decoding(model: Model, load: Load) -> Decoding | None:
     if part.shape.experts:
         return None
     read = (part.shape.layer_weights + part.shape.logit_weights) / part.tensor
-    held = sum(cache_bytes(one, load) for one in (part, *_draft(load)))
     return Decoding(
         kind="vllm.sampling",
         weights_bytes=HALF * read,
         products=2 * read,
         cache_bytes=HALF * _numbers(part),  # an 8-bit cache is read in the same time: gpu.recipe.fp8
-        most_tokens=max(0, int(room_of_cache(part, load) / held)),
+        most_tokens=_tokens(part, load),
     )
 
 
@@ -44,6 +43,11 @@ def room_of_cache(part: Divided, load: Load) -> float:
     return share - RESIDUE_BYTES - BUFFERS_BYTES - HALF * sum(one.weights for one in (part, *_draft(load)))
 
 
+def _tokens(part: Divided, load: Load) -> int:
+    """The tokens that the cache holds, with those of the draft."""
+    return max(0, int(room_of_cache(part, load) / sum(cache_bytes(one, load) for one in (part, *_draft(load)))))
+
+
 def _draft(load: Load) -> list[Divided]:
     """The model that drafts, if any. It has keys and values of its own for each token."""
     return [] if load.group.draft is None else [divided(load.group.draft, load.group)]
@@ -52,8 +56,7 @@ def _draft(load: Load) -> list[Divided]:
 def memory(model: Model, load: Load) -> list[GpuPart]:
     """Return the memory of one rank. It is awake with all that it may take, and keeps little when it sleeps."""
     part = divided(model, load.group)
-    cache = max(0.0, room_of_cache(part, load))
-    tokens = int(cache / sum(cache_bytes(one, load) for one in (part, *_draft(load))))
+    cache, tokens = max(0.0, room_of_cache(part, load)), _tokens(part, load)
     return [
         GpuPart(name="CUDA and its graphs", size_bytes=RESIDUE_BYTES),
         GpuPart(name=f"weights of {model.source}", size_bytes=HALF * part.weights, when="moved"),

@@ -28,21 +28,6 @@ COLD = Sampling(max_tokens=80, temperature=0.3, top_k=5, top_p=0.9)  # repeats i
 KINDS = {"plain": PLAIN, "cold": COLD, "greedy": replace(COLD, greedy=True)}
 
 
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("speculation")
-
-
-@pytest.fixture(scope="module")
-def model(root: Path) -> Model:
-    return tiny.folder(root, 0)
-
-
-@pytest.fixture(scope="module")
-def other(root: Path) -> Model:
-    return tiny.folder(root, 1)
-
-
 def opened(root: Path, model: Model, draft: Model | None = None) -> Iterator[Any]:
     from stages.backends.vllm.engine import open_engine
 

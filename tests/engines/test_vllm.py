@@ -30,21 +30,6 @@ NEAR = 1e-4
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("vllm")
-
-
-@pytest.fixture(scope="module")
-def model(root: Path) -> Model:
-    return tiny.folder(root, 0)
-
-
-@pytest.fixture(scope="module")
-def other(root: Path) -> Model:
-    return tiny.folder(root, 1)
-
-
-@pytest.fixture(scope="module")
 def started(root: Path, prepared: None) -> Iterator[Any]:
     from stages.backends.vllm.engine import open_engine
 

@@ -36,16 +36,6 @@ POLL_S = 0.05
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("vllm")
-
-
-@pytest.fixture(scope="module")
-def model(root: Path) -> Model:
-    return tiny.folder(root, 0)
-
-
-@pytest.fixture(scope="module")
 def backend(root: Path, model: Model, prepared: None) -> Iterator[Any]:
     from stages.backends.vllm.engine import open_engine
 

@@ -189,7 +189,7 @@ class Choice(LogitsProcessor):
         return tokens_R
 
     def _groups(self, width: int) -> list[Alike]:
-        """The first `width` requests of the batch, by sampling parameters."""
+        """The first `width` requests of the batch, by sampling parameters. Called once per pass, and counts it."""
         if self._alike is None or self._width != width:
             self._alike, self._width = self._sorted(width), width
         if self._drafts:
