@@ -30,6 +30,7 @@ from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.third_party import pynvml
 from vllm.usage.usage_lib import UsageContext
+from vllm.v1.engine import utils as engine_utils
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.detokenizer import BaseIncrementalDetokenizer
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -40,6 +41,7 @@ from stages.backends.refit.source import peer_lost
 from stages.backends.refit.target import Received
 from stages.backends.vllm.environment import SECOND_RUNNER, passes
 from stages.backends.vllm.limits import FREE_MEMORY
+from stages.backends.vllm.processes import forks
 from stages.backends.vllm.weights import RankAnswer
 
 __all__ = [
@@ -128,6 +130,7 @@ def open_llm(
         _check_head(config.model_config.get_head_size())
         if drafts := config.speculative_config:
             _check_head(drafts.draft_model_config.get_head_size())
+    engine_utils.get_mp_context = forks
     return AsyncLLM.from_vllm_config(config, disable_log_stats=True)
 
 

@@ -6,6 +6,7 @@ are left alone.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import select
 import signal
@@ -68,7 +69,8 @@ def prepare(*, gpus: bool, threads: int, tensor_parallel: int) -> None:
 def end_with_owner() -> None:
     """End this process and the engine that started it as soon as their owner is gone, for whatever reason."""
     owner = int(os.environ[OWNER])
-    engine = os.getppid() if os.getppid() != owner else os.getpid()
+    creator = multiprocessing.parent_process()
+    engine = os.getpid() if creator is None or creator.pid in (None, owner) else creator.pid
 
     def end() -> None:
         for process in {engine, os.getpid()}:
