@@ -77,7 +77,7 @@ __all__ = [
 ]
 
 SecondSampler: Any = importlib.import_module("vllm.v1.worker.gpu.sample.sampler").Sampler  # of the second model runner
-INTERVAL = 16  # tokens per request between two outputs
+INTERVAL = 64  # tokens per request between two outputs
 NGRAM = (2, 4)  # the fewest and the most last tokens that are looked up earlier in a request
 
 
@@ -211,7 +211,7 @@ def parameters(
         detokenize=bool(stop),
         skip_special_tokens=False,
         spaces_between_special_tokens=False,
-        output_kind=RequestOutputKind.CUMULATIVE,
+        output_kind=RequestOutputKind.DELTA,  # vLLM heeds the interval of no other kind
         extra_args={"sluice": choice},
     )
 
@@ -219,10 +219,13 @@ def parameters(
 async def outputs(
     llm: AsyncLLM, prompt: Sequence[int], params: SamplingParams, name: str
 ) -> AsyncIterator[tuple[list[int], str | None]]:
-    """Progress of a request: its tokens so far, and finally the finish reason: stop, length, abort."""
+    """Progress of a request: its tokens so far, in a list that grows, and finally the finish reason: stop, length,
+    abort."""
+    tokens: list[int] = []
     async for output in llm.generate({"prompt_token_ids": list(prompt)}, params, name):
         made: Any = output.outputs[0]
-        yield list(made.token_ids), made.finish_reason
+        tokens.extend(made.token_ids)
+        yield tokens, made.finish_reason
 
 
 async def logprobs(
