@@ -29,7 +29,16 @@ from tests.shares import weight_hash
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 RANKS_DEADLINE_S = 240.0
-FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "qwen3_moe, as routed")
+FAMILIES = (
+    "llama",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "glm4_moe",
+    "deepseek_v3",
+    "qwen3_moe, as routed",
+    "deepseek_v3, plain",
+)
 CASES = (
     "tensor",
     "tensor, bias",
