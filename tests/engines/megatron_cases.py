@@ -42,7 +42,7 @@ from tests.shares import weight_hash
 VOCAB = 131  # not a multiple of 2, so two tensor-parallel ranks pad it
 TEMPERATURE = 0.7
 LOSS = ClippedLoss(clip=(0.2, 0.2), kl=0.01, correction=TruncatedIS(cap=2.0), entropy=0.01)
-OPTIMIZATION = Optimization(lr=1e-3, weight_decay=0.1, clip_grad=1.0)
+OPTIMIZATION = Optimization(lr=1e-3, eps=1e-6, weight_decay=0.1, clip_grad=1.0)
 GROUPS = (5, 3)  # samples of each prompt of a grouped batch
 DEADLINE_S = 120.0
 _COMMON = {
@@ -89,14 +89,20 @@ FAMILIES = {
         "norm_topk_prob": True,
     },
     "glm4_moe": _MIXTURE
-    | {"num_hidden_layers": 3, "head_dim": 16, "attention_bias": True, "use_qk_norm": True, "partial_rotary_factor": 0.5},
+    | {
+        "num_hidden_layers": 3,
+        "head_dim": 8,
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "partial_rotary_factor": 0.5,
+    },
     "deepseek_v3": _MIXTURE
     | {
         "num_hidden_layers": 3,
         "num_key_value_heads": 4,
         "q_lora_rank": 24,
         "kv_lora_rank": 20,
-        "qk_nope_head_dim": 8,
+        "qk_nope_head_dim": 12,
         "qk_rope_head_dim": 4,
         "v_head_dim": 6,
         "rope_parameters": {
@@ -164,6 +170,14 @@ CASES = {
     "shared, data": Case("qwen3", RankLayout(data=2), microbatching=Packed(40), grouped=True),
     "shared, pipeline": Case("llama", RankLayout(pipeline=2), microbatching=Packed(40), recompute=True, grouped=True),
     "shared, expert": Case("qwen3_moe", RankLayout(data=2), expert=2, microbatching=Packed(64), grouped=True),
+    "glm, tensor": Case("glm4_moe", RankLayout(tensor=2)),
+    "glm, pipeline": Case("glm4_moe", RankLayout(pipeline=2), microbatching=Packed(64), recompute=True),
+    "glm, shared, expert": Case("glm4_moe", RankLayout(data=2), expert=2, microbatching=Packed(64), grouped=True),
+    "latent, tensor, experts apart": Case("deepseek_v3", RankLayout(tensor=2), expert=2, expert_tensor=1),
+    "latent, pipeline": Case("deepseek_v3", RankLayout(pipeline=2), recompute=True),
+    "latent, expert": Case("deepseek_v3", RankLayout(data=2), expert=2, microbatching=Packed(64)),
+    "latent, context": Case("deepseek_v3", RankLayout(context=2), microbatching=Packed(64)),
+    "latent, shared, tensor": Case("deepseek_v3, plain", RankLayout(tensor=2), microbatching=Packed(40), grouped=True),
 }
 OF_FOUR = {
     "4, pipeline, 5 layers": Case("llama, 5 layers", RankLayout(pipeline=4), microbatching=Packed(64)),
@@ -245,13 +259,7 @@ def measure(engine: MegatronEngine, folder: Path, case: Case) -> tuple[dict[str,
     assert (shard.shared > 0) == wanted
     batch = whole.at(shard.index)
     given = (batch.prompt_ids, batch.response_ids, shard)
-    optimization = Optimization(
-        lr=OPTIMIZATION.lr,
-        weight_decay=OPTIMIZATION.weight_decay,
-        clip_grad=OPTIMIZATION.clip_grad,
-        checkpoint_activations=case.recompute,
-    )
-    learner = engine.learner(model, optimization)
+    learner = engine.learner(model, replace(OPTIMIZATION, checkpoint_activations=case.recompute))
     numbers = [layer.layer_number for layer in learner.network.decoder.layers]  # Megatron-core counts from 1
     part = learner.network.part
     if case.grouped:

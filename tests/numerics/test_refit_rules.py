@@ -10,7 +10,7 @@ import pytest
 
 from ops.refit.layout import Layout
 from ops.refit.plan import build
-from tests.unit.refit_models import FAMILIES, ITEM, TRAINING, fits, folder, served, trained
+from tests.unit.refit_models import FAMILIES, ITEM, TRAINING, fits, folder, served, size, trained
 from tests.unit.test_refit_plan import carry_out
 
 NAMES, TRAINED, SERVED = (
@@ -68,20 +68,20 @@ def check(megatron: ModuleType, vllm: ModuleType) -> None:
             if not fits(family, training):
                 continue
             parts, tensors = TRAINING[training], megatron.tensors(decoder, "bfloat16")
-            assert tensors == vllm.tensors(decoder, "bfloat16"), family
+            assert vllm.tensors(decoder, "bfloat16") == {
+                name: tensor for name, tensor in tensors.items() if ".self_attn." not in name or family != "deepseek_v3"
+            }, family
             source = Layout(tensors, [megatron.places(decoder, part, ITEM) for part in parts])
             destination = Layout(tensors, [vllm.places(decoder, rank, ranks, ITEM) for rank in range(ranks)])
             given = [{n: a.view(np.uint8).ravel() for n, a in trained(decoder, p, model).items()} for p in parts]
             shapes = vllm.shapes(decoder, ranks)
-            taken = [
-                {n: np.full(int(np.prod(s)) * ITEM, 0xEE, np.uint8) for n, s in shapes.items()} for _ in range(ranks)
-            ]
+            taken = [{n: np.full(size(n, s), 0xEE, np.uint8) for n, s in shapes.items()} for _ in range(ranks)]
             carry_out(build(source, destination, segment_bytes=4096), given, taken)
             for rank, memory in enumerate(taken):
                 wanted = served(decoder, rank, ranks, model)
                 assert {name: array.shape for name, array in wanted.items()} == shapes, family
                 for name, array in wanted.items():
-                    assert (memory[name].view(np.uint16).reshape(shapes[name]) == array).all(), (family, name)
+                    assert (memory[name].view(array.dtype).reshape(shapes[name]) == array).all(), (family, name)
 
 
 def survives(name: str, source: str) -> bool:

@@ -30,6 +30,7 @@ from stages.backends.megatron.rules import (
     Shape,
 )
 from stages.backends.model.decoder import Decoder, Grouped
+from stages.backends.model.precision import kept_dtype
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,7 @@ class _Made:
             there = {name: whole for name, (_, whole) in numbers.items()}
             shape, pieces = _laid_out(rule, self.hidden, kind, own, [name.format(**there) for name in rule.tensors])
             self.table[_named(rule, kind, self.part).format(**here)] = Parameter(
-                shape, pieces, DIVIDED[rule.kind], expert="expert" in here, dtype=rule.dtype
+                shape, pieces, DIVIDED[rule.kind], expert="expert" in here, dtype=kept_dtype(rule.tensors[0])
             )
 
 

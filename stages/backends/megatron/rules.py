@@ -32,7 +32,6 @@ class NameRule:
     shape   of one of the tensors, from the hidden size and the description of the part of a layer that has them; of
             grouped ones, which differ, without the number of rows
     when    whether a part has them
-    dtype   in which they are kept, whatever that of the other weights is; "" is theirs
     """
 
     parameter: str
@@ -40,7 +39,6 @@ class NameRule:
     tensors: tuple[str, ...]
     shape: Callable[[int, Any], Shape]
     when: Callable[[Any], bool] = lambda part: True
-    dtype: str = ""
 
 
 LAYER, _HF = "decoder.layers.{layer}.", "model.layers.{layer}."
@@ -178,7 +176,6 @@ PARTS: Mapping[type, tuple[NameRule, ...]] = {  # by the kind of a part of a lay
             (_HF_MLP + "gate.e_score_correction_bias",),
             lambda _, part: (part.experts,),
             lambda part: part.sigmoid,
-            dtype="float32",
         ),
         *_swiglu(_SHARED, _HF_SHARED, lambda part: part.shared, lambda part: part.shared),
         *_swiglu(_EXPERT, _HF_EXPERT, lambda part: part.inner),  # for each expert

@@ -24,6 +24,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from pipeline import Model, StageError
 from pipeline.errors import Problem, message_of
+from stages.backends.model.precision import kept_dtype
 from stages.model_files import refuse_code
 
 PAD, EOS = "<pad>", "<eos>"
@@ -60,10 +61,19 @@ def load_network(
             )
         except Exception as error:  # whatever is in the folder
             raise StageError(not_loaded(model, error)) from error
-    network = network.to(device=device, dtype=first).eval()
+    network = convert(network, first, device).eval()
     if model.warm_start is not None:
         model.warm_start.run(network, tokenizer, model.seed)
-    return network.to(dtype)
+    return convert(network, dtype, device)
+
+
+def convert(network: Any, dtype: torch.dtype, device: torch.device) -> Any:
+    """The network on a device and in a dtype, but for tensors that keep their own."""
+    kept = {name: tensor for name, tensor in network.named_buffers() if kept_dtype(name)}
+    network = network.to(device=device, dtype=dtype)
+    for name, tensor in kept.items():
+        network.get_buffer(name).data = tensor.to(device)
+    return network
 
 
 def trust(model: Model) -> dict[str, Any]:

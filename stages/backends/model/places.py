@@ -18,6 +18,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from ops.refit.layout import Box, Place, Tensor, dense
 from pipeline.declare.saved_model import Piece, Pieces
+from stages.backends.model.precision import kept_dtype
 from stages.backends.model.weights import state
 
 Placed: TypeAlias = tuple[dict[str, Tensor], list[Place], dict[str, torch.Tensor]]
@@ -32,6 +33,8 @@ def placed(network: nn.Module, dtype: torch.dtype | None = None) -> Placed:
     held: dict[str, torch.Tensor] = {}
     for name, tensor in state(network).items():
         kind = dtype if dtype and tensor.is_floating_point() else tensor.dtype
+        if own := kept_dtype(name):
+            kind = getattr(torch, own)
         held[name] = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         for part, shape, place in _parts(name, tuple(tensor.shape), _own(tensor), kind.itemsize):
             tensors[part] = Tensor(shape, str(kind).removeprefix("torch."))
