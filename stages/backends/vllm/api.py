@@ -38,6 +38,7 @@ from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, Logits
 
 from stages.backends.refit.source import peer_lost
 from stages.backends.refit.target import Received
+from stages.backends.vllm import families
 from stages.backends.vllm.environment import SECOND_RUNNER, passes
 from stages.backends.vllm.limits import FREE_MEMORY
 from stages.backends.vllm.weights import RankAnswer
@@ -96,9 +97,9 @@ def open_llm(
     """
     if speculate and has_second_runner():
         raise ValueError(f"only the first model runner verifies drafts, and {SECOND_RUNNER} chooses the second one")
-    settings: dict[str, Any] = {}
+    settings = families.settings(folder, gpus=gpus)
     if speculate:
-        settings = _speculation(speculate, draft, tensor_parallel)
+        settings |= _speculation(speculate, draft, tensor_parallel)
         _end_at_stop_texts()
     if gpus:
         settings |= {
