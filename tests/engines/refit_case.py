@@ -61,7 +61,8 @@ def made(root: Path, family: str, seed: int) -> Model:
     described = Model("tiny", config=config, alphabet=tiny.ALPHABET, seed=seed)
     tokenizer = character_tokenizer(tiny.ALPHABET)
     network = build(described, tokenizer)
-    with torch.no_grad():
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
         for name, parameter in network.named_parameters():
             if name.endswith("bias"):
                 parameter.normal_()
