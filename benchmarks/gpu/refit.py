@@ -49,7 +49,7 @@ from ops.refit.transports.packed import PackedExchange
 from ops.refit.transports.pull import PullReceiver
 from stages.backends.megatron.names import parameters
 from stages.backends.megatron.parts import Part
-from stages.backends.model.decoder import Decoder, Dense, Grouped, Layer, Mixture
+from stages.backends.model.decoder import Decoder, Dense, Grouped, Layer, Sparse
 from stages.backends.vllm import places as vllm
 
 MODELS = {
@@ -65,7 +65,7 @@ MODELS = {
     ),
     "tiny-moe": Decoder(
         layers=2 * (Layer(mixer=Grouped(heads=8, groups=4, head_dim=16, norm=True),
-                          mlp=Mixture(experts=8, chosen=2, inner=32)),),
+                          mlp=Sparse(experts=8, chosen=2, inner=32)),),
         hidden=64, vocab=300, tied=False,
     ),
 }  # fmt: skip

@@ -91,7 +91,7 @@ FAMILIES = {
     "glm4_moe": _MIXTURE
     | {
         "num_hidden_layers": 3,
-        "head_dim": 8,
+        "head_dim": 16,
         "attention_bias": True,
         "use_qk_norm": True,
         "partial_rotary_factor": 0.5,

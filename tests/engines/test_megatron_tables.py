@@ -16,20 +16,20 @@ from stages import backends
 from stages.backends.megatron.limits import problems
 from stages.backends.megatron.names import parameters, plain_names
 from stages.backends.megatron.parts import Part, stage_layers
-from stages.backends.model.decoder import Decoder, Dense, Grouped, Latent, Layer, Mixture, Rope
+from stages.backends.model.decoder import Decoder, Dense, Grouped, Latent, Layer, Rope, Sparse
 from stages.backends.model.families import decoder_of
 
 GROUPED = Grouped(heads=8, groups=4, head_dim=6, bias=True, norm=True)
 DENSE = Decoder(layers=(Layer(mixer=GROUPED, mlp=Dense(inner=24)),) * 4, hidden=16, vocab=131, tied=True)
 MIXTURE = Decoder(
-    layers=(Layer(mixer=Grouped(heads=4, groups=4, head_dim=4, norm=True), mlp=Mixture(experts=4, chosen=2, inner=8)),)
+    layers=(Layer(mixer=Grouped(heads=4, groups=4, head_dim=4, norm=True), mlp=Sparse(experts=4, chosen=2, inner=8)),)
     * 2,
     hidden=16,
     vocab=64,
     tied=False,
 )
 LATENT = Latent(heads=4, query=12, key_value=8, plain=4, rotary=2, value=6)
-SIGMOID = Mixture(experts=4, chosen=2, inner=8, sigmoid=True, divisions=2, scale=2.5, shared=8)
+SIGMOID = Sparse(experts=4, chosen=2, inner=8, sigmoid=True, divisions=2, scale=2.5, shared=8)
 MIXED = Decoder(  # layers that differ
     layers=(
         Layer(mixer=LATENT, mlp=Dense(inner=24)),

@@ -8,11 +8,11 @@ import numpy as np
 from pipeline.declare.ranks import RankLayout
 from stages.backends.megatron.names import parameters
 from stages.backends.megatron.parts import Part
-from stages.backends.model.decoder import Decoder, Dense, Grouped, Latent, Layer, Mixer, Mixture, Mlp
+from stages.backends.model.decoder import Decoder, Dense, Grouped, Latent, Layer, Mixer, Mlp, Sparse
 from stages.backends.model.precision import kept_dtype
 
 GROUPED = Grouped(heads=8, groups=4, head_dim=6)
-DENSE, MIXTURE = Dense(inner=24), Mixture(experts=4, chosen=2, inner=24)
+DENSE, MIXTURE = Dense(inner=24), Sparse(experts=4, chosen=2, inner=24)
 LATENT = Latent(heads=8, query=10, key_value=6, plain=4, rotary=2, value=6)
 SIGMOID = replace(MIXTURE, sigmoid=True, shared=16)
 

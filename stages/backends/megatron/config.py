@@ -13,7 +13,7 @@ from stages.backends.megatron.division import division_problems
 from stages.backends.megatron.fused import Fused
 from stages.backends.megatron.groups import Groups
 from stages.backends.megatron.parts import stage_layers
-from stages.backends.model.decoder import Decoder, Dense, Grouped, Latent, Mixture
+from stages.backends.model.decoder import Decoder, Dense, Grouped, Latent, Sparse
 
 
 def transformer_config(
@@ -77,7 +77,7 @@ def _parts(decoder: Decoder, *, on_cpu: bool) -> dict[str, Any]:
                 found |= {"num_attention_heads": part.heads, "kv_channels": part.plain + part.rotary}
             case Dense():
                 found |= {"ffn_hidden_size": part.inner}
-            case Mixture():
+            case Sparse():
                 found |= {
                     "num_moe_experts": part.experts,
                     "moe_ffn_hidden_size": part.inner,

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pipeline.declare.ranks import RankLayout
 from pipeline.errors import Problem
 from stages.backends.megatron.names import qkv_rows
-from stages.backends.model.decoder import Decoder, Dense, Grouped, Latent, Mixer, Mixture
+from stages.backends.model.decoder import Decoder, Dense, Grouped, Latent, Mixer, Sparse
 
 _LARGEST_HEAD = 128  # tried with Transformer Engine 2.20.2; larger heads were not
 
@@ -27,7 +27,7 @@ def division_problems(
                 yield from _uneven(part.heads, "attention heads", *by_tensor, where)
             case Dense():
                 yield from _uneven(part.inner, "intermediate_size", *by_tensor, where)
-            case Mixture():
+            case Sparse():
                 by_expert_tensor = ("expert_tensor_parallel", expert_tensor)
                 yield from _uneven(part.inner, "intermediate_size of experts", *by_expert_tensor, where)
                 yield from _uneven(part.shared, "intermediate_size of shared experts", *by_tensor, where)

@@ -22,7 +22,7 @@ from stages.backends.megatron.fused import Fused
 from stages.backends.megatron.latent import LatentAttention, LatentParts
 from stages.backends.megatron.parts import Part, stage_layers
 from stages.backends.megatron.router import Router, SigmoidRouter
-from stages.backends.model.decoder import Decoder, Grouped, Latent, Layer, Mixture
+from stages.backends.model.decoder import Decoder, Grouped, Latent, Layer, Sparse
 
 
 class Norm(torch.nn.RMSNorm):
@@ -57,7 +57,7 @@ def block(decoder: Decoder, config: TransformerConfig, part: Part, fused: Fused)
 
 
 def _layer(layer: Layer, decoder: Decoder, part: Part, attention: type) -> ModuleSpec:
-    experts = layer.mlp.experts if isinstance(layer.mlp, Mixture) else None
+    experts = layer.mlp.experts if isinstance(layer.mlp, Sparse) else None
     has_norm = isinstance(layer.mixer, Grouped) and layer.mixer.norm
     norm = _norm(part)
     if part.fused_norms:
@@ -82,7 +82,7 @@ def _layer(layer: Layer, decoder: Decoder, part: Part, attention: type) -> Modul
         inside.core_attention = attention
         if has_norm and not part.fused_norms:
             inside.q_layernorm = inside.k_layernorm = norm
-    if isinstance(layer.mlp, Mixture):
+    if isinstance(layer.mlp, Sparse):
         if layer.mlp.sigmoid:
             parts.mlp.submodules.router = partial(SigmoidRouter, layer.mlp)
         elif not part.fused_norms:

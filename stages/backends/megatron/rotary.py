@@ -33,7 +33,7 @@ def _bounds(rope: Rope, scaling: Yarn) -> tuple[float, float]:
     """The dimensions up to which frequencies stay, and from which they are divided."""
 
     def turning(times: float) -> float:
-        """The dimension that turns so many times in the original positions."""
+        """The dimension that turns this often in the original positions."""
         return rope.dims * math.log(scaling.original / (times * 2 * math.pi)) / (2 * math.log(rope.base))
 
     first, last = turning(scaling.fast), turning(scaling.slow)

@@ -12,7 +12,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe.router import TopKRouter
 from torch.nn.functional import linear
 
-from stages.backends.model.decoder import Mixture
+from stages.backends.model.decoder import Sparse
 
 _SMALL = 1e-20  # added to a sum of weights, as transformers does
 
@@ -37,7 +37,7 @@ class SigmoidRouter(Router):
 
     expert_bias: torch.Tensor
 
-    def __init__(self, mixture: Mixture, config: TransformerConfig, **given: Any) -> None:
+    def __init__(self, mixture: Sparse, config: TransformerConfig, **given: Any) -> None:
         super().__init__(config, **given)
         self.mixture = mixture
         del self.expert_bias  # None in the base class

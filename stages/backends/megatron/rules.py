@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from stages.backends.model.decoder import Decoder, Dense, Grouped, Latent, Mixture
+from stages.backends.model.decoder import Decoder, Dense, Grouped, Latent, Sparse
 
 Kind = Literal["whole", "rows", "columns", "stacked", "grouped"]
 # whole    the whole tensor, on every tensor-parallel rank
@@ -163,7 +163,7 @@ PARTS: Mapping[type, tuple[NameRule, ...]] = {  # by the kind of a part of a lay
         ),
     ),
     Dense: _swiglu(_MLP, _HF_MLP, lambda part: part.inner),
-    Mixture: (
+    Sparse: (
         NameRule(
             _MLP + "router.weight",
             "whole",

@@ -96,7 +96,7 @@ class Dense:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mixture:
+class Sparse:
     """A mixture of SwiGLU experts.
 
     experts, chosen, inner     experts, experts per token, inner size of one
@@ -120,7 +120,7 @@ class Mixture:
 
 
 Mixer: TypeAlias = Grouped | Latent
-Mlp: TypeAlias = Dense | Mixture
+Mlp: TypeAlias = Dense | Sparse
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,9 +159,9 @@ class Decoder:
         return list(dict.fromkeys(layer.mlp for layer in self.layers if layer.mlp))
 
     @property
-    def mixture(self) -> Mixture | None:
+    def mixture(self) -> Sparse | None:
         """The mixture of experts that some of its layers have."""
-        return next((mlp for mlp in self.mlps if isinstance(mlp, Mixture)), None)
+        return next((mlp for mlp in self.mlps if isinstance(mlp, Sparse)), None)
 
     @property
     def experts(self) -> int:

@@ -8,7 +8,7 @@ What a family has is one line of `FAMILIES`. Knows the keys of configs; no weigh
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -21,9 +21,9 @@ from stages.backends.model.decoder import (
     Layer,
     Llama3Rope,
     Mixer,
-    Mixture,
     Mlp,
     Rope,
+    Sparse,
     Yarn,
 )
 
@@ -146,14 +146,14 @@ def _latent(config: Mapping[str, Any]) -> Latent:
 def _mlp(config: Mapping[str, Any], family: Family, number: int) -> Mlp:
     """The feed-forward part of a layer, counted from 0."""
     if family.mixture == "softmax" and _is_sparse(config, number):
-        return Mixture(
+        return Sparse(
             experts=config.get("num_experts") or config["num_local_experts"],
             chosen=config["num_experts_per_tok"],
             inner=config["moe_intermediate_size"],
             renormalised=bool(config["norm_topk_prob"]),
         )
     if family.mixture == "sigmoid" and number >= config["first_k_dense_replace"]:
-        return Mixture(
+        return Sparse(
             experts=config.get("n_routed_experts") or config["num_local_experts"],
             chosen=config["num_experts_per_tok"],
             inner=config["moe_intermediate_size"],
@@ -177,7 +177,8 @@ def _rope(config: Mapping[str, Any], family: Family, mixer: Mixer) -> Rope:
     rope = _rope_settings(config)
     part = rope.get("partial_rotary_factor", config.get("partial_rotary_factor")) or family.rotary
     dims = mixer.rotary if isinstance(mixer, Latent) else int(mixer.head_dim * part)
-    scaling = {"llama3": _llama3, "yarn": _yarn}.get(rope.get("rope_type", "default"))
+    scalings: dict[str, Callable[[Mapping[str, Any]], Llama3Rope | Yarn]] = {"llama3": _llama3, "yarn": _yarn}
+    scaling = scalings.get(rope.get("rope_type", "default"))
     return Rope(base=float(rope["rope_theta"]), dims=dims, scaling=scaling(rope) if scaling else None)
 
 

@@ -1,4 +1,4 @@
-"""What vLLM must be told about the families of models that it would otherwise compute differently. Loads no vLLM."""
+"""Settings of vLLM for families of models that it would otherwise compute differently. Loads no vLLM."""
 
 from __future__ import annotations
 

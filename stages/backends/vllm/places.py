@@ -15,7 +15,7 @@ from math import prod
 from typing import Any, TypeAlias
 
 from ops.refit.layout import ITEM_BYTES, Box, Place, Tensor
-from stages.backends.model.decoder import Decoder, Dense, Grouped, Latent, Mixture
+from stages.backends.model.decoder import Decoder, Dense, Grouped, Latent, Sparse
 from stages.backends.model.precision import kept_dtype
 
 Range: TypeAlias = tuple[int, int]
@@ -108,7 +108,7 @@ def _swiglu(at: str, inner: int, rank: _Rank) -> Iterator[Place]:
     yield from rank.one(f"{at}down_proj.weight", every, width)
 
 
-def _mixture(at: str, part: Mixture, rank: _Rank) -> Iterator[Place]:
+def _mixture(at: str, part: Sparse, rank: _Rank) -> Iterator[Place]:
     at, experts, width, every = f"{at}mlp.", (0, part.experts), rank.share(part.inner), (0, rank.hidden)
     yield from rank.one(f"{at}gate.weight", experts, every)
     if part.sigmoid:
@@ -125,7 +125,7 @@ PARTS: Mapping[type, Callable[[str, Any, _Rank], Iterator[Place]]] = {  # by the
     Grouped: _grouped,
     Latent: _latent,
     Dense: _dense,
-    Mixture: _mixture,
+    Sparse: _mixture,
 }
 
 
