@@ -26,6 +26,7 @@ _FIRST = "the first rank begins at 0, and all ranks have the same shapes"
 _ONE = "a place of one expert: nothing steps over experts"
 _NAME = "all tensors of the rule are alike in what is asked of the first"
 _NONE_EMPTY = "no rank of these cases is without rows of the vocabulary"
+_ROWS = "places do not ask how many rows a parameter has"
 _HELD_ELSEWHERE = "the first stage holds the same numbers"
 EQUIVALENT: dict[str, dict[str, str]] = {
     NAMES: {
@@ -34,30 +35,26 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         "Parameter(shape, pieces, DIVIDED[TIED.kind])": "places do not ask which of two is the original",
         "parameters: True -> False": "places do not ask which of two is the original",
         "_laid_out: 0 -> -1": _NAME,
-        "_laid_out: 0 -> -1 #2": _NAME,
-        "_laid_out: 0 -> -1 #7": _NAME,
+        "_laid_out: 0 -> -1 #8": _NAME,
         "_laid_out: stop > start -> stop >= start": _NONE_EMPTY,
-        "_laid_out: 0 -> -1 #9": _NAME,
-        "_laid_out: 0 -> -1 #10": _NAME,
-        "_laid_out: 0 -> 1 #13": _NAME,
-        "_laid_out: 0 -> -1 #13": _NAME,
+        "_laid_out: 0 -> 1 #10": _ROWS,
+        "_laid_out: 0 -> -1 #10": _ROWS,
+        "_laid_out: 0 -> -1 #11": _NAME,
     },
     TRAINED: {"places: 0 -> 1 #2": _ONE, "places: 0 -> -1 #2": _ONE},
     SERVED: {
-        "_places: decoder.groups >= ranks -> decoder.groups > ranks": "with as many groups as ranks each has its own",
-        "_places: 'qkv' -> 'qkv_'": "the shortest of three ends the loop",
+        "_grouped: part.groups >= rank.ranks -> part.groups > rank.ranks": "with as many groups as ranks each has its own",
+        "_grouped: 'qkv' -> 'qkv_'": "the shortest of three ends the loop",
         "tensors: 1 -> 2 #2": _BOXES_ONLY,
         "tensors: 1 -> 0 #2": _BOXES_ONLY,
         "shapes: 0 -> -1": _FIRST,
         "shapes: 1 -> 2": _BOXES_ONLY,
         "shapes: 1 -> 0": _BOXES_ONLY,
         "shapes: stop - start -> stop + start": _FIRST,
-        "_stacked: 0 -> -1 #2": _ALIKE,
+        "_Rank.stacked: 0 -> -1 #2": _ALIKE,
     },
 }
-RULES = {
-    NAMES: ("parameters", "padded_vocab", "_laid_out", "_grouped", "qkv_rows", "_whole")
-}  # places do not depend on the rest
+RULES = {NAMES: ("parameters", "add", "_add", "_laid_out", "_grouped", "qkv_rows")}  # places do not depend on the rest
 
 
 def check(megatron: ModuleType, vllm: ModuleType) -> None:
