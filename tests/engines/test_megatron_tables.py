@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections import Counter
 from dataclasses import replace
@@ -10,14 +11,17 @@ from itertools import product
 import numpy as np
 import pytest
 
-from pipeline import StageError, WorkerGroup
+from pipeline import Model, StageError, WorkerGroup
 from pipeline.declare.ranks import RankLayout
 from stages import backends
-from stages.backends.megatron.limits import problems
+from stages.backends.megatron.limits import UNSIZED, fits, problems
 from stages.backends.megatron.names import parameters, plain_names
 from stages.backends.megatron.parts import Part, stage_layers
 from stages.backends.model.decoder import Decoder, Dense, Grouped, Latent, Layer, Rope, Sparse
 from stages.backends.model.families import decoder_of
+from stages.forecast.shape import divided
+from tests.unit.test_folder import DEEPSEEK, GLM
+from tests.unit.test_folder import MIXTURE as SMALL_MIXTURE
 
 GROUPED = Grouped(heads=8, groups=4, head_dim=6, bias=True, norm=True)
 DENSE = Decoder(layers=(Layer(mixer=GROUPED, mlp=Dense(inner=24)),) * 4, hidden=16, vocab=131, tied=True)
@@ -91,6 +95,24 @@ def test_ranks_together_hold_every_number_once(
             assert name.endswith(("word_embeddings.weight", "output_layer.weight")) or inside.min() == 1
     assert len(held) == TENSORS[decoder]
     assert all((count == 1).all() for count in held.values())
+
+
+@pytest.mark.parametrize("config", [GLM, DEEPSEEK, DEEPSEEK | {"q_lora_rank": None}, SMALL_MIXTURE])
+@pytest.mark.parametrize(
+    ("sizes", "part"),
+    [
+        ({}, Part()),
+        ({"tensor_parallel": 2}, Part(tensors=2, expert_tensors=2)),
+        ({"tensor_parallel": 2, "expert_parallel": 2, "expert_tensor_parallel": 1}, Part(tensors=2, experts=2)),
+    ],
+)
+def test_memory_is_foretold_from_the_weights_that_a_rank_holds(config: dict, sizes: dict, part: Part) -> None:
+    """All but norms and biases. A rank of one stage holds an embedding and, in these models, an output embedding."""
+    config = {**UNSIZED, **config, "vocab_size": 130, "num_key_value_heads": 4}
+    group = WorkerGroup("learner", backend="megatron", workers=math.prod(sizes.values()) or 1, **sizes)
+    table = parameters(decoder_of(config, "here"), part).values()
+    held = sum(math.prod(parameter.shape) for parameter in table if len(parameter.shape) > 1)
+    assert divided(Model("made", config=config, alphabet="bytes"), group).weights == held
 
 
 def test_uneven_stages_are_contiguous_and_differ_by_one_layer_at_most() -> None:
@@ -200,6 +222,11 @@ def test_a_config_of_either_age_gives_the_same_decoder() -> None:
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ({"attention_bias": True}, "attention_bias=True"),
         ({"use_sliding_window": True}, "use_sliding_window=True"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "a quantization_config"),
+        ({"model_type": "gpt_oss"}, "the model is a 'gpt_oss'; Megatron-core .* neither attention sinks nor sliding"),
+        ({"model_type": "deepseek_v3"}, "fewer key-value heads than heads"),
+        ({"model_type": "deepseek_v3", "num_key_value_heads": 4, "attention_bias": True}, "attention_bias=True"),
+        ({"model_type": "glm4_moe", "rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_type='yarn'"),
     ],
 )
 def test_what_would_be_computed_differently_is_refused(change: dict, told: str) -> None:
@@ -222,6 +249,14 @@ def test_groups_that_cannot_train_are_refused_before_anything_starts(given: dict
     assert len(found) == 1
     assert found[0].startswith("graph.py:3: ")
     assert told in found[0]
+
+
+def test_a_model_that_a_group_cannot_divide_is_refused_before_anything_starts() -> None:
+    sizes = {"tensor_parallel": 3, "expert_parallel": 2, "expert_tensor_parallel": 1}
+    group = WorkerGroup("learner", backend="megatron", workers=6, **sizes)
+    heads, shared = fits(group, DEEPSEEK | {"num_key_value_heads": 4}, "graph.py:3")
+    assert "tensor_parallel=3 does not divide the model's attention heads (4)" in str(heads)
+    assert "tensor_parallel=3 does not divide the model's intermediate_size of shared experts (8)" in str(shared)
 
 
 def test_groups_that_can_train_are_not() -> None:

@@ -43,7 +43,7 @@ EQUIVALENT: dict[str, dict[str, str]] = {
     },
     TRAINED: {"places: 0 -> 1 #2": _ONE, "places: 0 -> -1 #2": _ONE},
     SERVED: {
-        "_grouped: part.groups >= rank.ranks -> part.groups > rank.ranks": "with as many groups as ranks each has its own",
+        "_grouped: part.groups >= rank.ranks -> part.groups > rank.ranks": "with as many groups as ranks, each has one",
         "_grouped: 'qkv' -> 'qkv_'": "the shortest of three ends the loop",
         "tensors: 1 -> 2 #2": _BOXES_ONLY,
         "tensors: 1 -> 0 #2": _BOXES_ONLY,
