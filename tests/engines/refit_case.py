@@ -50,6 +50,9 @@ CONFIGS = {
     | {"model_type": "deepseek_v3", "num_hidden_layers": 3, "head_dim": None, "num_key_value_heads": 4,
        "q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 32}
     | SIGMOID,
+    "gpt_oss": PLAIN
+    | {"model_type": "gpt_oss", "intermediate_size": 64, "num_local_experts": 4, "num_experts_per_tok": 2,
+       "sliding_window": 128},
     "mistral": PLAIN | {"model_type": "mistral", "sliding_window": None},
 }  # fmt: skip
 TOKENS = Sampling(max_tokens=24)

@@ -56,9 +56,7 @@ def load_network(
     else:
         refuse_code(model)
         try:
-            network = AutoModelForCausalLM.from_pretrained(
-                model.source, dtype=first, attn_implementation="sdpa", **trust(model)
-            )
+            network = AutoModelForCausalLM.from_pretrained(model.source, dtype=first, **trust(model))
         except Exception as error:  # whatever is in the folder
             raise StageError(not_loaded(model, error)) from error
     network = convert(network, first, device).eval()
@@ -170,7 +168,7 @@ def build(
         torch.manual_seed(model.seed)
         try:  # the config is the user's
             made = AutoConfig.for_model(config.pop("model_type"), **config)
-            network = auto.from_config(made, attn_implementation="sdpa", dtype=torch.float32)
+            network = auto.from_config(made, dtype=torch.float32)
         except Exception as error:
             raise StageError(_not_built(model, error)) from error
         if embedding_std is not None:

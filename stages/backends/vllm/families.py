@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from stages.backends.model.experts import single
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +27,28 @@ NEEDS: Mapping[str, Needs] = {
         on_cpu={"compilation_config": {"custom_ops": ["none"]}},
     ),
 }
+
+
+_STREAMED = {  # gpt-oss: tensors of all experts of a layer, and the names under which vLLM takes those of one
+    "gate_up_proj": "w13_weight",
+    "gate_up_proj_bias": "w13_bias",
+    "down_proj": "w2_weight",
+    "down_proj_bias": "w2_bias",
+}
+
+
+COPIED = {".self_attn.sinks": ".attn.sinks"}  # gpt-oss: dropped at a reload, too; and what vLLM calls it
+
+
+def loadable(name: str, tensor: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what vLLM's loader takes for a tensor of a model. A layer's experts are loaded one by one: vLLM 0.32 copies
+    those of gpt-oss at once only at startup, and drops them at a reload, without an error."""
+    layer, _, kind = name.partition("experts.")
+    if kind not in _STREAMED:
+        yield from single(name, tensor)
+        return
+    for expert in range(len(tensor)):
+        yield f"{layer}experts.{expert}.{_STREAMED[kind]}", tensor[expert]
 
 
 def settings(folder: Path, *, gpus: bool) -> dict[str, Any]:

@@ -18,10 +18,10 @@ from torch import nn
 from ops.refit.layout import Place, Tensor, dense, whole
 from ops.refit.ledger import Ledger
 from stages.backends.model.decoder import Decoder
-from stages.backends.model.experts import single
 from stages.backends.model.precision import kept_dtype
 from stages.backends.model.shards import Shards
 from stages.backends.vllm import places as table
+from stages.backends.vllm.families import loadable
 
 
 class Storage:
@@ -113,7 +113,7 @@ class Storage:
 
     def _singles(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name in self.loaded:
-            yield from single(name, self.held[_whole(name)])
+            yield from loadable(name, self.held[_whole(name)])
 
 
 def differing(
