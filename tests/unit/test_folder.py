@@ -28,9 +28,9 @@ SHARED = {  # experts routed by sigmoids and a shared one, after a dense layer
 }
 GLM = QWEN3 | SHARED | {"model_type": "glm4_moe"}
 DEEPSEEK = (
-    QWEN3
+    {name: value for name, value in QWEN3.items() if name not in ("head_dim", "num_key_value_heads")}
     | SHARED
-    | {"model_type": "deepseek_v3", "num_key_value_heads": None, "q_lora_rank": 12, "kv_lora_rank": 8}
+    | {"model_type": "deepseek_v3", "num_key_value_heads": 4, "q_lora_rank": 12, "kv_lora_rank": 8}
     | {"qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
 )
 POLICY = Model("a tiny/policy", config=QWEN3, alphabet="0123456789abc")

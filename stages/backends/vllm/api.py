@@ -242,7 +242,9 @@ def load_anew(config: VllmConfig, model: Any, weights: Iterable[tuple[str, torch
         finalize_layerwise_reload(model, config.model_config)
     for name, held in model.named_parameters() if copied else ():
         if name in copied:
-            held.data.copy_(copied[name].tensor_split(config.parallel_config.tensor_parallel_size)[get_tensor_model_parallel_rank()])
+            held.data.copy_(
+                copied[name].tensor_split(config.parallel_config.tensor_parallel_size)[get_tensor_model_parallel_rank()]
+            )
     if computes_on_cpu():
         _pack_embeddings(model)
 
