@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 import os
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 import torch
 from vllm.config import VllmConfig, WeightTransferConfig, set_current_vllm_config
+from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
@@ -39,6 +40,7 @@ from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, Logits
 
 from stages.backends.refit.source import peer_lost
 from stages.backends.refit.target import Received
+from stages.backends.vllm import families
 from stages.backends.vllm.environment import SECOND_RUNNER, passes
 from stages.backends.vllm.limits import FREE_MEMORY
 from stages.backends.vllm.processes import forks
@@ -98,9 +100,9 @@ def open_llm(
     """
     if speculate and has_second_runner():
         raise ValueError(f"only the first model runner verifies drafts, and {SECOND_RUNNER} chooses the second one")
-    settings: dict[str, Any] = {}
+    settings = families.settings(folder, gpus=gpus)
     if speculate:
-        settings = _speculation(speculate, draft, tensor_parallel)
+        settings |= _speculation(speculate, draft, tensor_parallel)
         _end_at_stop_texts()
     if gpus:
         settings |= {
@@ -239,12 +241,29 @@ async def logprobs(
 
 def load_anew(config: VllmConfig, model: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
     """In a worker: load weights with Hugging Face names, as at startup."""
+    copied: dict[str, torch.Tensor] = {}
     with set_current_vllm_config(config):
         initialize_layerwise_reload(model)
-        model.load_weights(weights)
+        model.load_weights(_loaded(weights, copied))
         finalize_layerwise_reload(model, config.model_config)
+    for name, held in model.named_parameters() if copied else ():
+        if name in copied:
+            held.data.copy_(
+                copied[name].tensor_split(config.parallel_config.tensor_parallel_size)[get_tensor_model_parallel_rank()]
+            )
     if computes_on_cpu():
         _pack_embeddings(model)
+
+
+def _loaded(
+    weights: Iterable[tuple[str, torch.Tensor]], copied: dict[str, torch.Tensor]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights that vLLM's loader takes. Others are added to `copied`, by vLLM's names."""
+    for name, tensor in weights:
+        if theirs := next((end for end in families.COPIED if name.endswith(end)), None):
+            copied[name.removesuffix(theirs) + families.COPIED[theirs]] = tensor
+        else:
+            yield name, tensor
 
 
 def _pack_embeddings(model: Any) -> None:

@@ -25,6 +25,7 @@ ON_CPU = {
     "TORCH_COMPILE_DISABLE": "1",  # otherwise the sampler compiles for half a minute
     "VLLM_CPU_CI_ENV": "1",  # no warm-up
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+    "VLLM_MLA_DISABLE": "1",  # its kernels for latent attention take the sizes of a few published models only
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # replicas, trainer and data plane share the machine
 }
 ON_GPU = {
