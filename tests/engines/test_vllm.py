@@ -1,6 +1,7 @@
 """The vLLM backend on a real engine: its samples, their logprobs, and weight changes during generation."""
 
 import asyncio
+import importlib
 import os
 from collections.abc import Iterator
 from dataclasses import replace
@@ -211,6 +212,23 @@ def test_groups_come_out_when_their_last_sample_ends(backend: Any, model: Model)
     whole = rows_of(backend.generate(model, prompts(backend, model), sampling, tiny.draws(GROUPS)))
     for event in events:
         assert rows_of(event.made) == [whole[group * 4 + i] for group in event.groups for i in range(4)]
+
+
+def test_the_engine_reports_a_sample_every_64_tokens(backend: Any, model: Model, monkeypatch: Any) -> None:
+    client = importlib.import_module("stages.backends.vllm.client")
+    seen: dict[str, list[int]] = {}
+
+    async def counted(llm: Any, prompt: Any, params: Any, name: str) -> Any:
+        async for tokens, ended in outputs(llm, prompt, params, name):
+            seen.setdefault(name, []).append(len(tokens))
+            yield tokens, ended
+
+    outputs = client.versions.outputs
+    monkeypatch.setattr(client.versions, "outputs", counted)
+    sampling = replace(PLAIN, max_tokens=300, greedy=True)
+    made = backend.generate(model, prompts(backend, model), sampling, tiny.draws(GROUPS))
+    assert [counts[-1] for counts in seen.values()] == list(made.response_ids.lengths)
+    assert max(map(len, seen.values())) <= 2 + 300 // 64, "each report costs time that the worker's other tasks need"
 
 
 def test_groups_that_nobody_wants_are_given_up(backend: Any, model: Model) -> None:
