@@ -84,10 +84,13 @@ def _stream(
     most = min(float(group.threads) or float("inf"), cores or float("inf"))
     # A group cannot finish before it is computed, so the first group to finish bounds how long computing took.
     used = min(most, max(sum(span.cpu_s for span in spans.values()) / max(sum(firsts), 1e-9), 1e-9))
+    wholes = {n: span.end_s - span.start_s - own[n].within(span.start_s, span.end_s) for n, span in spans.items()}
+    if group.gpus:  # streams share the engine's GPU from their first to their last token
+        used = min(used, max(sum(span.cpu_s for span in spans.values()) / max(sum(wholes.values()), 1e-9), 1e-9))
     points, came = [], {}
     for task in ran:
         n, span = task.task, spans[task.task]
-        computed_s = min(span.cpu_s / used, span.end_s - span.start_s)
+        computed_s = wholes[n] if group.gpus else min(span.cpu_s / used, span.end_s - span.start_s)
         computed_at_s = own[n].behind(span.start_s, computed_s)
         tokens = sum(tasks.tokens.get(number, 0) for number in task.groups) * plan.group_size
         if computed_s > 0:

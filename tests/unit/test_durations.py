@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -211,6 +212,13 @@ def test_a_stream_is_not_charged_for_what_ran_in_between():
         1: Came(1.0, 3.0, 20),
     }  # group 1 was only waiting while the other reward ran, so no time is subtracted
     assert times.costs.dispatch_s["reward"] == pytest.approx((0.0 + 3.0 - 1.25 - 0.25) / 2)
+    sampler = planned.groups[[group.name for group in planned.groups].index("sampler")]
+    on_gpu = [msgspec.structs.replace(group, gpus=1) if group is sampler else group for group in planned.groups]
+    times, _ = fitted(msgspec.structs.replace(planned, groups=on_gpu), events)
+    rollout = times.stages["rollout"]
+    assert rollout.line.cores == pytest.approx(1.5 / 3.5)  # streams share a GPU all the time, not its worker's cores
+    assert rollout.line.seconds(4, 0, 0.5) == pytest.approx(3.5)
+    assert rollout.came == {0: Came(pytest.approx(1.5 / 3.5), 0.0, 10), 1: Came(1.0, 0.0, 20)}
 
 
 @pytest.mark.parametrize("executor", ["ray", "local"])
