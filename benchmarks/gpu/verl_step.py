@@ -143,14 +143,19 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--budget", type=int, default=16480, help="tokens per microbatch")
     parser.add_argument("--memory", type=float, default=0.7, help="share of the GPU for vLLM's weights and cache")
-    parser.add_argument("--fused", choices=("triton", "torch", "liger", "none"), default="triton")
+    parser.add_argument(
+        "--fused",
+        choices=("triton", "torch", "liger", "none"),
+        help="default: torch with fsdp2, whose rows triton refuses",
+    )
     parser.add_argument("--attention", choices=("fused", "auto", "unfused"), default="fused", help="Megatron's")
-    parser.add_argument("--limit", type=float, default=270.0, help="seconds after which verl is stopped")
+    parser.add_argument("--limit", type=float, default=570.0, help="seconds after which verl is stopped")
     parser.add_argument("--recompute", action="store_true", help="recompute activations")
     parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="more of verl's configuration")
     parser.add_argument("--compose", action="store_true", help="print verl's configuration and stop")
     parser.add_argument("--out", help="write JSON here")
     options = parser.parse_args()
+    options.fused = options.fused or ("torch" if options.strategy == "fsdp2" else "triton")
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     with tempfile.TemporaryDirectory() as folder:
         steps = seconds(options, Path(folder))
