@@ -1,0 +1,116 @@
+"""Low-rank adapters: the model stays as it is, and two small matrices beside each chosen layer are trained.
+
+    policy = Model("Qwen/Qwen3-0.6B", lora=LoRA(rank=16, alpha=32, targets=("q_proj", "v_proj")))
+
+Describes and checks them without loading a model; `stages.backends.model.adapters` computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any
+
+from pipeline import Model, WorkerGroup
+from pipeline.declare.parameters import at_least, broken, number
+from pipeline.errors import Problem, shown
+from stages.model_shape import DENSE, known_config
+
+ALL = "all"
+LARGEST_RANK = 512  # that vLLM computes
+_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+_MLP = ("gate_proj", "up_proj", "down_proj")
+_LAYERS = {**dict.fromkeys(DENSE, _ATTENTION + _MLP), "qwen3_moe": _ATTENTION}  # the linear layers of each family
+_MIXTURES = ("qwen3_moe",)  # families whose _MLP are experts
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoRA:
+    """An adapter of a model (Hu et al. 2021, arXiv:2106.09685): a layer W computes W x + (alpha / rank) B A x. A [rank,
+    inputs] starts at random, B [outputs, rank] at zero, so that training starts from the model.
+
+    rank     of the matrices, 1 to 512
+    alpha    above 0; alpha / rank multiplies what the adapter adds
+    targets  the layers, by the last part of their names, such as ("q_proj", "v_proj"); "all" is every linear layer of
+             the decoder layers, except experts
+    """
+
+    rank: int = 16
+    alpha: float = 32.0
+    targets: str | Sequence[str] = ALL
+
+    @property
+    def scaling(self) -> float:
+        """What multiplies B A x."""
+        return self.alpha / self.rank
+
+    def layers(self, family: str) -> tuple[str, ...]:
+        """The names of the layers in a family of models (`model_type`); empty if "all" of them are not known."""
+        return _LAYERS.get(family, ()) if self.targets == ALL else tuple(self.targets)
+
+    def problems(self, config: dict[str, Any] | Any, where: str) -> Iterator[Problem]:
+        """What is wrong with the description, and with its targets in a model with this config; an empty config is not
+        known yet."""
+        if wrong := list(broken(_RULES, self, where=where, says="LoRA has {}")):
+            yield from wrong
+            return
+        listed = not isinstance(self.targets, str) and self.targets and all(isinstance(n, str) for n in self.targets)
+        if self.targets != ALL and not listed:
+            why = "targets are names of layers, in a tuple, or 'all'"
+            what, fix = f"LoRA has targets={shown(self.targets)}", "targets=('q_proj', 'v_proj')"
+            yield Problem(where=where, what=what, why=why, fix=fix)
+        elif config:
+            yield from self._unknown(str(config.get("model_type")), where)
+
+    def _unknown(self, family: str, where: str) -> Iterator[Problem]:
+        known = _LAYERS.get(family)
+        if known is None:
+            if self.targets == ALL:
+                what, why = f"LoRA has targets='all' and the model is a {family!r}", "its layers are not known here"
+                yield Problem(where=where, what=what, why=why, fix="name the layers, as in targets=('q_proj',)")
+            return
+        for name in self.layers(family):
+            if name not in known:
+                yield unknown_target(name, known, where, is_expert=family in _MIXTURES and name in _MLP)
+
+
+def unknown_target(name: str, known: Sequence[str], where: str, *, is_expert: bool = False) -> Problem:
+    """The problem for a target that no layer has."""
+    near = get_close_matches(name, known, n=1)
+    listed = ", ".join(map(repr, known))
+    return Problem(
+        where=where,
+        what=f"LoRA has the target {name!r}" + (", which is a part of the experts" if is_expert else ""),
+        why="experts are computed together, without adapters" if is_expert else "no layer of the model has that name",
+        fix=f"did you mean {near[0]!r}?" if near and not is_expert else f"choose from {listed}",
+    )
+
+
+def lora_problems(model: Model) -> Iterator[Problem]:
+    """Reasons why a model cannot have its adapter, as far as they are known before it is loaded."""
+    if isinstance(model.lora, LoRA):
+        yield from model.lora.problems(known_config(model), str(model.location))
+
+
+def group_problems(model: Model, group: WorkerGroup) -> Iterator[Problem]:
+    """Reasons why a worker group cannot train or serve the model's adapter."""
+    backend = group.description
+    if backend is None or model.lora is None:
+        return
+    where, what = str(model.location), f"the model {model.source!r} has lora=, and worker group {group.name!r}"
+    if not backend.adapts:
+        why, fix = "that backend knows no adapters", "backend='torch' or 'vllm', or a Model without lora="
+        yield Problem(where=where, what=f"{what} has the backend {backend.name!r}", why=why, fix=fix)
+    elif group.fully_sharded:
+        why, fix = "a model that is not trained needs no sharded optimizer", "fully_sharded=False"
+        yield Problem(where=where, what=f"{what} is fully_sharded", why=why, fix=fix)
+    elif group.speculate:
+        why, fix = "drafts are not verified with adapters", "speculate=0"
+        yield Problem(where=where, what=f"{what} has speculate={group.speculate}", why=why, fix=fix)
+
+
+_RULES = (
+    at_least("rank", 1, most=LARGEST_RANK, why=f"rank must be a whole number from 1 to {LARGEST_RANK}", fix=16),
+    number("alpha", lambda value: value > 0, why="alpha must be a number above 0", fix=32),
+)
