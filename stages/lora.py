@@ -40,6 +40,10 @@ class LoRA:
     alpha: float = 32.0
     targets: str | Sequence[str] = ALL
 
+    def __post_init__(self) -> None:
+        if isinstance(self.targets, list):
+            object.__setattr__(self, "targets", tuple(self.targets))
+
     @property
     def scaling(self) -> float:
         """What multiplies B A x."""

@@ -10,6 +10,7 @@ import functools
 import importlib
 import os
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,9 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.peft_helper import PEFTHelper
+from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
@@ -41,6 +45,7 @@ from stages.backends.refit.target import Received
 from stages.backends.vllm.environment import SECOND_RUNNER, passes
 from stages.backends.vllm.limits import FREE_MEMORY
 from stages.backends.vllm.weights import RankAnswer
+from stages.lora import ALL, LoRA
 
 __all__ = [
     "AsyncLLM",
@@ -55,6 +60,8 @@ __all__ = [
     "WeightTransferEngineFactory",
     "WeightTransferInitInfo",
     "WeightTransferUpdateInfo",
+    "adapters_of",
+    "add_adapter",
     "bytes_in_use",
     "computes_on_cpu",
     "differing",
@@ -70,12 +77,16 @@ __all__ = [
     "parameters",
     "pause",
     "receive",
+    "receive_adapter",
+    "remove_adapter",
     "second_runner",
     "verify",
 ]
 
 SecondSampler: Any = importlib.import_module("vllm.v1.worker.gpu.sample.sampler").Sampler  # of the second model runner
 INTERVAL = 16  # tokens per request between two outputs
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM allocates slots for
+ADAPTERS = 256  # that wait in memory for a slot, at most; each takes memory only when it is there
 NGRAM = (2, 4)  # the fewest and the most last tokens that are looked up earlier in a request
 
 
@@ -86,11 +97,12 @@ def computes_on_cpu() -> bool:
 
 def open_llm(
     folder: Path, *, gpus: bool, tensor_parallel: int, memory: float, cache: str = "auto", speculate: int = 0,
-    draft: Path | None = None,
+    draft: Path | None = None, lora: LoRA | None = None, slots: int = 1,
 ) -> AsyncLLM:  # fmt: skip
     """Start an engine in the running event loop and wait until it is ready. On GPUs it takes the share `memory` of
     each, or nearly all that is free if that is less, and `cache` is the number format of keys and values. `speculate`
     tokens are drafted per step, by the model in the folder `draft` or by n-grams; call `verify` before any request.
+    `slots` is how many adapters, described by `lora`, it computes together.
 
     Raises ValueError or RuntimeError if it cannot start.
     """
@@ -100,6 +112,8 @@ def open_llm(
     if speculate:
         settings = _speculation(speculate, draft, tensor_parallel)
         _end_at_stop_texts()
+    if lora is not None:
+        settings |= _adapters(lora, slots)
     if gpus:
         settings |= {
             "enable_sleep_mode": True,
@@ -139,6 +153,21 @@ def _speculation(tokens: int, draft: Path | None, tensor_parallel: int) -> dict[
     else:
         by = {"method": "draft_model", "model": str(draft), "draft_tensor_parallel_size": tensor_parallel}
     return {"speculative_config": {"num_speculative_tokens": tokens, **by}, "async_scheduling": False}
+
+
+def _adapters(lora: LoRA, slots: int) -> dict[str, Any]:
+    """Settings of an engine with adapters. Layers without one are left alone where vLLM can do so."""
+    if has_second_runner():
+        raise ValueError(f"only the first model runner has adapters, and {SECOND_RUNNER} chooses the second one")
+    settings = {
+        "enable_lora": True,
+        "max_loras": slots,
+        "max_cpu_loras": max(ADAPTERS, slots),
+        "max_lora_rank": next(rank for rank in RANKS if rank >= lora.rank),
+    }
+    if lora.targets != ALL and any(each.name == "lora_target_modules" for each in fields(AsyncEngineArgs)):
+        settings["lora_target_modules"] = [*lora.targets]
+    return settings
 
 
 @functools.cache
@@ -214,10 +243,12 @@ def parameters(
 
 
 async def outputs(
-    llm: AsyncLLM, prompt: Sequence[int], params: SamplingParams, name: str
+    llm: AsyncLLM, prompt: Sequence[int], params: SamplingParams, name: str, adapter: int | None = None
 ) -> AsyncIterator[tuple[list[int], str | None]]:
-    """Progress of a request: its tokens so far, and finally the finish reason: stop, length, abort."""
-    async for output in llm.generate({"prompt_token_ids": list(prompt)}, params, name):
+    """Progress of a request: its tokens so far, and finally the finish reason: stop, length, abort. `adapter` is the
+    number of one that all ranks have."""
+    lora = None if adapter is None else LoRARequest(f"adapter-{adapter}", adapter, "from memory")
+    async for output in llm.generate({"prompt_token_ids": list(prompt)}, params, name, lora_request=lora):
         made: Any = output.outputs[0]
         yield list(made.token_ids), made.finish_reason
 
@@ -247,6 +278,31 @@ def _pack_embeddings(model: Any) -> None:
     for module in model.modules():
         if isinstance(method := getattr(module, "quant_method", None), UnquantizedEmbeddingMethod):
             method.process_weights_after_loading(module)
+
+
+def adapters_of(model_runner: Any) -> set[int]:
+    """In a worker: the numbers of the adapters that it has."""
+    return set(model_runner.lora_manager.list_adapters())
+
+
+def remove_adapter(model_runner: Any, number: int) -> None:
+    """In a worker: forget an adapter that no request uses."""
+    model_runner.lora_manager.remove_adapter(number)
+
+
+def add_adapter(
+    model_runner: Any, number: int, tensors: dict[str, torch.Tensor], lora: Mapping[str, Any], device: torch.device
+) -> None:
+    """In a worker: add an adapter from tensors with PEFT's names, which vLLM keeps and scales in place. vLLM itself
+    reads adapters only from files. Raises RuntimeError if it would have to forget another one."""
+    manager = model_runner.lora_manager._adapter_manager
+    if len(manager) >= manager.capacity:
+        raise RuntimeError(f"{len(manager)} adapters are in use")
+    helper = PEFTHelper.from_dict(dict(lora))
+    manager.add_adapter(
+        LoRAModel.from_lora_tensors(number, tensors, helper, device=str(device), dtype=manager.lora_config.lora_dtype)
+    )
+    manager.activate_adapter(number)
 
 
 async def bytes_in_use(llm: AsyncLLM) -> int:
@@ -292,7 +348,19 @@ async def receive(
     """`Loader.sluice_receive` on all ranks (`transfer.Offered`). Returns every rank's answer, and from the first rank
     what all share: tensors loaded by vLLM's loader, and the token count of each request. Raises PeerLost if a rank did
     not receive everything."""
-    said = await llm.collective_rpc("sluice_receive", args=(offered, list(names)))
+    return _answers(await llm.collective_rpc("sluice_receive", args=(offered, list(names))))
+
+
+async def receive_adapter(
+    llm: AsyncLLM, offered: dict[str, Any], number: int, lora: LoRA, keep: Iterable[int]
+) -> tuple[list[Received], list[str], dict[str, int]]:
+    """`Loader.sluice_receive_adapter` on all ranks. Returns and raises what `receive` does."""
+    config = {"r": lora.rank, "lora_alpha": lora.alpha, "target_modules": "all-linear"}
+    args = (offered, number, config, sorted(keep))
+    return _answers(await llm.collective_rpc("sluice_receive_adapter", args=args))
+
+
+def _answers(said: Sequence[bytes]) -> tuple[list[Received], list[str], dict[str, int]]:
     answers = [msgspec.msgpack.decode(each, type=RankAnswer) for each in said]
     for answer in answers:
         if answer.lost:
