@@ -19,7 +19,7 @@ from ops.refit.ledger import Ledger
 from ops.refit.share import layout_of
 from stages.backends.model.adapters import PEFT
 from stages.backends.refit.target import Received, Target
-from stages.backends.vllm.api import add_adapter, adapters_of, remove_adapter
+from stages.backends.vllm.api import adapters_of, add_adapter, remove_adapter
 from stages.backends.vllm.transfer import Joined, Offered
 from stages.backends.vllm.weights import RankAnswer, route_from, shares_from
 

@@ -159,7 +159,7 @@ def _adapters(lora: LoRA, slots: int) -> dict[str, Any]:
     """Settings of an engine with adapters. Layers without one are left alone where vLLM can do so."""
     if has_second_runner():
         raise ValueError(f"only the first model runner has adapters, and {SECOND_RUNNER} chooses the second one")
-    settings = {
+    settings: dict[str, Any] = {
         "enable_lora": True,
         "max_loras": slots,
         "max_cpu_loras": max(ADAPTERS, slots),

@@ -339,8 +339,9 @@ class Client:
         if adapter is None or self.setup.lora is None:
             receiving = versions.receive(llm, weights.plain(), list(self._live))
         else:
-            keep = {request.adapter for request in self._live.values()} | {self._adapter}
-            receiving = versions.receive_adapter(llm, weights.plain(), adapter, self.setup.lora, keep - {None})
+            used = [self._adapter, *(request.adapter for request in self._live.values())]
+            keep = {number for number in used if number is not None}
+            receiving = versions.receive_adapter(llm, weights.plain(), adapter, self.setup.lora, keep)
         hashing = asyncio.to_thread(digest_of, weights.shares)  # while the engine does that
         (received, self.loaded, counts), offered = await asyncio.gather(self._answer(llm, receiving), hashing)
         sha256 = acknowledged(weights.shares, [each.summed for each in received], offered)
