@@ -18,6 +18,7 @@ from pipeline.errors import Problem, shown
 from stages.model_shape import DENSE, known_config
 
 ALL = "all"
+A, B = "lora_A.weight", "lora_B.weight"  # how the names of an adapter's two tensors end
 LARGEST_RANK = 512  # that vLLM computes
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _MLP = ("gate_proj", "up_proj", "down_proj")

@@ -117,6 +117,7 @@ for _backend in (
         shares=True,
         slices=True,
         own_classes=True,
+        adapts=True,
     ),
 ):
     register(_backend)

@@ -25,9 +25,8 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from pipeline import StageError
-from stages.lora import ALL, LoRA, unknown_target
+from stages.lora import ALL, A, B, LoRA, unknown_target
 
-A, B = "lora_A.weight", "lora_B.weight"
 PEFT = "base_model.model."
 CONFIG = "adapter_config.json"
 

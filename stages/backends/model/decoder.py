@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeline.errors import Problem, StageError
+from stages.lora import LoRA
 
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 
@@ -37,6 +38,7 @@ class Decoder:
     experts, chosen            experts of a mixture, and experts per token; 0 is a dense decoder
     renormalise                whether the weights of the chosen experts are normalized to 1
     eps, rope_base, rope       of the norms; of the rotary embedding
+    lora                       the adapter that is trained in its place
     """
 
     layers: int
@@ -55,6 +57,7 @@ class Decoder:
     eps: float = 1e-6
     rope_base: float = 10000.0
     rope: Llama3Rope | None = None
+    lora: LoRA | None = None
 
     @staticmethod
     def knows(config: Mapping[str, Any]) -> bool:

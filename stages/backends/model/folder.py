@@ -85,6 +85,12 @@ def write_description(network: PreTrainedModel, tokenizer: PreTrainedTokenizerBa
         tokenizer.save_pretrained(folder)
 
 
+def base_of(model: Model, run_dir: Path | None) -> str | Path:
+    """Where the model lies to which an adapter belongs: its own source, or the folder of one that is built."""
+    is_built = model.config is not None or model.warm_start is not None
+    return model_folder(model, run_dir) if is_built else model.source
+
+
 def write_adapter_description(
     model: Model, tensors: Mapping[str, Pieces], tokenizer: PreTrainedTokenizerBase, base: str | Path, folder: Path
 ) -> dict[str, Pieces]:

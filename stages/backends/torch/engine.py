@@ -30,7 +30,7 @@ from stages.backends.device import claim
 from stages.backends.model import weights as weight_tools
 from stages.backends.model.adapters import attach, sharing
 from stages.backends.model.build import closing_tokens, load_network
-from stages.backends.model.folder import model_folder, write_adapter_description, write_description
+from stages.backends.model.folder import base_of, write_adapter_description, write_description
 from stages.backends.model.places import Placed, pieces, placed
 from stages.backends.model.sharded import divide
 from stages.backends.model.text import identity
@@ -193,7 +193,9 @@ class TorchEngine(BaseTrainer):
             if model.lora is None:
                 write_description(network, self.tokenizer(model), folder)
             else:
-                found = write_adapter_description(model, found, self.tokenizer(model), self._base_of(model), folder)
+                found = write_adapter_description(
+                    model, found, self.tokenizer(model), base_of(model, self.run_dir), folder
+                )
             write_tensors_json(folder, found)
 
     def _new_learner(self, model: Model, optimization: Optimization) -> TorchLearner:
@@ -214,17 +216,12 @@ class TorchEngine(BaseTrainer):
     def _adapted(self, key: Model, role: Role) -> PreTrainedModel:
         """The model before training with an adapter of this role; the frozen copy has none."""
         if key not in self._bases:
-            base = replace(key, source=str(self._base_of(key)), config=None, alphabet=None, warm_start=None)
+            base = replace(key, source=str(base_of(key, self.run_dir)), config=None, alphabet=None, warm_start=None)
             self._bases[key] = load_network(base, self.tokenizer(key), dtype=self.dtype, device=self.device)
         network = sharing(self._bases[key])
         if role != "frozen":
             attach(network, key.lora, seed=key.seed, where=str(key.location))
         return network
-
-    def _base_of(self, model: Model) -> str | Path:
-        """Where the model lies to which an adapter belongs: its own source, or the folder of one that is built."""
-        is_built = model.config is not None or model.warm_start is not None
-        return model_folder(model, self.run_dir) if is_built else model.source
 
     def _fresh(self, key: Model) -> PreTrainedModel:
         """The model before training. A build that is costly to repeat is kept on the CPU."""
