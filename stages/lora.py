@@ -13,7 +13,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from pipeline import Model, WorkerGroup
-from pipeline.declare.parameters import at_least, broken, number
+from pipeline.declare.parameters import at_least, broken, is_whole, number
 from pipeline.errors import Problem, shown
 from stages.model_shape import DENSE, known_config
 
@@ -110,9 +110,19 @@ def group_problems(model: Model, group: WorkerGroup) -> Iterator[Problem]:
     elif group.fully_sharded:
         why, fix = "a model that is not trained needs no sharded optimizer", "fully_sharded=False"
         yield Problem(where=where, what=f"{what} is fully_sharded", why=why, fix=fix)
+    elif "train" in backend.can and _divides_heads(model, group):
+        what = f"{what} has tensor_parallel={group.tensor_parallel}, more than the model has key-value heads"
+        why = "a rank would have no row of some target"
+        yield Problem(where=where, what=what, why=why, fix="a smaller tensor_parallel")
     elif group.speculate:
         why, fix = "drafts are not verified with adapters", "speculate=0"
         yield Problem(where=where, what=f"{what} has speculate={group.speculate}", why=why, fix=fix)
+
+
+def _divides_heads(model: Model, group: WorkerGroup) -> bool:
+    """Whether several ranks share a key-value head, as far as the model's config is known."""
+    heads = known_config(model).get("num_key_value_heads")
+    return isinstance(heads, int) and is_whole(group.tensor_parallel, 1) and group.tensor_parallel > heads
 
 
 _RULES = (

@@ -35,6 +35,7 @@ from stages.backends.megatron.folder import gathered
 from stages.backends.megatron.groups import Groups, join
 from stages.backends.megatron.learner import MegatronLearner
 from stages.backends.megatron.parts import stage_layers
+from stages.lora import LoRA
 from stages.losses import ClippedLoss, TruncatedIS
 from tests.engines.gathered_attention import GatheredAttention
 from tests.shares import weight_hash
@@ -99,8 +100,10 @@ class Case:
     microbatching: Microbatching = field(default_factory=lambda: Plain(2))
     recompute: bool = False
     grouped: bool = False
+    lora: LoRA | None = None
 
 
+ADAPTER = LoRA(rank=4, alpha=8)
 CASES = {
     "tensor": Case("qwen3", RankLayout(tensor=2)),
     "tensor, bias": Case("qwen2", RankLayout(tensor=2), microbatching=Packed(64)),
@@ -125,6 +128,10 @@ CASES = {
     "shared, data": Case("qwen3", RankLayout(data=2), microbatching=Packed(40), grouped=True),
     "shared, pipeline": Case("llama", RankLayout(pipeline=2), microbatching=Packed(40), recompute=True, grouped=True),
     "shared, expert": Case("qwen3_moe", RankLayout(data=2), expert=2, microbatching=Packed(64), grouped=True),
+    "adapter, tensor": Case("qwen3", RankLayout(tensor=2), lora=ADAPTER),
+    "adapter, data": Case("qwen2", RankLayout(data=2), microbatching=Packed(64), recompute=True, lora=ADAPTER),
+    "adapter, pipeline": Case("qwen3", RankLayout(pipeline=2), lora=ADAPTER),
+    "adapter, experts": Case("qwen3_moe", RankLayout(tensor=2), lora=ADAPTER),
 }
 OF_FOUR = {
     "4, pipeline, 5 layers": Case("llama, 5 layers", RankLayout(pipeline=4), microbatching=Packed(64)),
@@ -185,7 +192,7 @@ def gradients(learner: MegatronLearner, batch: Batch, shard: Shard) -> dict[str,
     with groups.computing():
         learner._backward(batch, LOSS, TEMPERATURE, shard.updates[0], shard.packed)
         finalize_model_grads([learner.buffered], None, pg_collection=groups.process, force_all_reduce=True)
-    made = {name: parameter.main_grad for name, parameter in network.named_parameters()}
+    made = {name: each.main_grad for name, each in network.named_parameters() if each.requires_grad}
     found = {name: tensor.clone() for name, tensor in gathered(made, network.shape, groups, network.part)}
     learner.buffered.zero_grad_buffer()
     return found
@@ -195,7 +202,7 @@ def measure(engine: MegatronEngine, folder: Path, case: Case) -> tuple[dict[str,
     """Return logprobs before the first update, its gradients, weights and logprobs after two updates, and metrics.
 
     Raises AssertionError if the exported weights are not byte for byte those that were loaded."""
-    model, whole = Model(str(folder)), frozen_batch(grouped=case.grouped)
+    model, whole = Model(str(folder), lora=case.lora), frozen_batch(grouped=case.grouped)
     ranks = engine.groups.ranks
     groups = GROUPS if case.grouped else ()
     shard = shards_of(whole, case.microbatching, ranks.layout.data, groups=groups)[ranks.replica]
@@ -219,7 +226,7 @@ def measure(engine: MegatronEngine, folder: Path, case: Case) -> tuple[dict[str,
     loaded = engine.trained_weights(model)
     before = engine.score(model, *given, temperature=TEMPERATURE)
     found, metrics = gradients(learner, batch, shard), {}
-    if ranks.rank == 0:
+    if ranks.rank == 0 and case.lora is None:
         saved = load_file(folder / "model.safetensors")
         assert loaded.keys() == saved.keys()
         assert all(torch.equal(held, saved[name].to(held.dtype)) for name, held in loaded.items())

@@ -52,6 +52,10 @@ CASES = (
     "shared, data",
     "shared, pipeline",
     "shared, expert",
+    "adapter, tensor",
+    "adapter, data",
+    "adapter, pipeline",
+    "adapter, experts",
     "4, pipeline, 5 layers",
     "4, tensor, 2 key-value heads",
     "4, expert and pipeline",
@@ -128,6 +132,8 @@ def measured(running: Any) -> None:
 def alone(cases: Any, groups: Any, folder: Path) -> dict[str, Any]:
     """The measurements of one rank, by family and shape; of a grouped batch as `grouped <family>`."""
     given = {family: cases.Case(family, RankLayout(), microbatching=Plain(3)) for family in (*FAMILIES, *cases.SHAPES)}
+    adapted = {case.family for case in cases.CASES.values() if case.lora}
+    given |= {f"adapter {family}": replace(given[family], lora=cases.ADAPTER) for family in adapted}
     given |= {f"grouped {family}": replace(given[family], grouped=True) for family in FAMILIES}
     return {
         name: cases.measure(cases.MegatronEngine(groups), folder / case.family, case) for name, case in given.items()
@@ -295,7 +301,8 @@ def test_several_ranks_give_the_numbers_of_one(
         assert not [key for key in other if not key.startswith("sample ")]  # only rank 0 writes weights and gradients
         assert all(torch.equal(found[key], other[key]) for key in found.keys() & other.keys())
         found |= other
-    compare(found, metrics, *alone[f"grouped {case.family}" if case.grouped else case.family])
+    kind = "grouped " if case.grouped else "adapter " if case.lora else ""
+    compare(found, metrics, *alone[f"{kind}{case.family}"])
 
 
 def test_all_cases_are_compared(cases: Any) -> None:
