@@ -139,6 +139,19 @@ def test_roles_share_one_base_which_nothing_changes() -> None:
     assert torch.equal(frozen, batch.old_logprobs.values) and not torch.equal(trained, frozen)
 
 
+def test_training_an_adapter_costs_two_products_per_weight_instead_of_three() -> None:
+    policy, engine = replace(BASE, lora=LoRA(rank=4)), TorchEngine(CPU, torch.float32)
+    batch = given(engine.network(policy, "frozen"))
+    counted = {
+        (model.lora is None, training): engine.flops(model, batch.prompt_ids, batch.response_ids, training=training)
+        for model in (BASE, policy)
+        for training in (False, True)
+    }
+    forward, whole, adapter = counted[True, False], counted[True, True], counted[False, True]
+    assert counted[False, False] == forward and whole == 3 * forward  # type: ignore[operator]
+    assert 2 * forward < adapter < 2.1 * forward  # type: ignore[operator]  # attention has no weights
+
+
 def test_a_restored_adapter_continues_bit_for_bit(tmp_path: Path) -> None:
     """A new engine draws other matrices A if its seed is another; what was saved replaces them."""
     policy = replace(BASE, lora=LoRA(rank=4))

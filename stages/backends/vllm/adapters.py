@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Mapping
+from math import prod
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from stages.backends.refit.target import Received, Target
 from stages.backends.vllm.api import adapters_of, add_adapter, remove_adapter
 from stages.backends.vllm.transfer import Joined, Offered
 from stages.backends.vllm.weights import RankAnswer, route_from, shares_from
+from stages.lora import B
 
 
 class Adapters:
@@ -30,12 +32,15 @@ class Adapters:
     def __init__(self, model_runner: Any, device: torch.device, rank: int, ranks: int, joined: Joined) -> None:
         self._runner, self._device, self._joined = model_runner, device, joined
         self._rank, self._ranks = rank, ranks
-        self._held: dict[str, torch.Tensor] = {}
+        self._flat = torch.empty(0)  # all matrices A, then all B
+        self._first_b = 0
+        self._held: dict[str, torch.Tensor] = {}  # views of it
         self._target: Target | None = None
 
-    def receive(self, offered: Offered, number: int, lora: Mapping[str, Any], keep: Collection[int]) -> RankAnswer:
-        """Receive an adapter and add it under this number, after all others but those to `keep` were removed. `lora` is
-        its configuration, as PEFT writes it."""
+    def receive(
+        self, offered: Offered, number: int, lora_rank: int, scaling: float, keep: Collection[int]
+    ) -> RankAnswer:
+        """Receive an adapter and add it under this number, after all others but those to `keep` were removed."""
         shares, route = shares_from(offered.shares), route_from(offered.transport, offered.meeting)
         if self._target is None:
             self._target = self._prepared(layout_of(shares).tensors)
@@ -46,8 +51,7 @@ class Adapters:
         begun_s = time.perf_counter()
         for old in adapters_of(self._runner) - {*keep}:
             remove_adapter(self._runner, old)
-        tensors = {PEFT + name: tensor.clone() for name, tensor in self._held.items()}  # vLLM scales them in place
-        add_adapter(self._runner, number, tensors, lora, self._device)
+        add_adapter(self._runner, number, self._copied(scaling), lora_rank, self._device)
         received.record["finish_ms"] = 1e3 * (time.perf_counter() - begun_s)
         return RankAnswer(Received(received.summed, received.record | {"loader_bytes": 0.0}))
 
@@ -56,14 +60,23 @@ class Adapters:
         if self._target is not None:
             self._target.close()
 
+    def _copied(self, scaling: float) -> dict[str, torch.Tensor]:
+        """What was received, by PEFT's names, in memory of its own and with the scaling in B."""
+        flat = self._flat.clone()
+        flat[self._first_b :].mul_(scaling)
+        parts = flat.split([tensor.numel() for tensor in self._held.values()])
+        return {PEFT + name: part.view(held.shape) for (name, held), part in zip(self._held.items(), parts)}
+
     def _prepared(self, tensors: Mapping[str, Any]) -> Target:
         """Allocate what an adapter is received in."""
-        ledger = Ledger(self._device)
+        ledger, (dtype,) = Ledger(self._device), {tensor.dtype for tensor in tensors.values()}
+        names = sorted(tensors, key=lambda name: (name.endswith(B), name))
+        sizes = [prod(tensors[name].shape) for name in names]
+        self._first_b = sum(size for name, size in zip(names, sizes) if not name.endswith(B))
         with ledger.counting():
-            self._held = {
-                name: torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype), device=self._device)
-                for name, tensor in tensors.items()
-            }
+            self._flat = torch.empty(sum(sizes), dtype=getattr(torch, dtype), device=self._device)
+        parts = self._flat.split(sizes)
+        self._held = {name: part.view(tensors[name].shape) for name, part in zip(names, parts)}
         places = [dense(name, whole(tensor.shape), tensor.item_bytes, name) for name, tensor in tensors.items()]
         return Target(
             tensors, [places] * self._ranks, self._rank, self._held,

@@ -291,14 +291,14 @@ def remove_adapter(model_runner: Any, number: int) -> None:
 
 
 def add_adapter(
-    model_runner: Any, number: int, tensors: dict[str, torch.Tensor], lora: Mapping[str, Any], device: torch.device
+    model_runner: Any, number: int, tensors: dict[str, torch.Tensor], rank: int, device: torch.device
 ) -> None:
-    """In a worker: add an adapter from tensors with PEFT's names, which vLLM keeps and scales in place. vLLM itself
+    """In a worker: add an adapter that computes B A x from tensors with PEFT's names, which vLLM keeps. vLLM itself
     reads adapters only from files. Raises RuntimeError if it would have to forget another one."""
     manager = model_runner.lora_manager._adapter_manager
     if len(manager) >= manager.capacity:
         raise RuntimeError(f"{len(manager)} adapters are in use")
-    helper = PEFTHelper.from_dict(dict(lora))
+    helper = PEFTHelper(r=rank, lora_alpha=rank, target_modules="all-linear")
     manager.add_adapter(
         LoRAModel.from_lora_tensors(number, tensors, helper, device=str(device), dtype=manager.lora_config.lora_dtype)
     )
@@ -355,8 +355,7 @@ async def receive_adapter(
     llm: AsyncLLM, offered: dict[str, Any], number: int, lora: LoRA, keep: Iterable[int]
 ) -> tuple[list[Received], list[str], dict[str, int]]:
     """`Loader.sluice_receive_adapter` on all ranks. Returns and raises what `receive` does."""
-    config = {"r": lora.rank, "lora_alpha": lora.alpha, "target_modules": "all-linear"}
-    args = (offered, number, config, sorted(keep))
+    args = (offered, number, lora.rank, lora.scaling, sorted(keep))
     return _answers(await llm.collective_rpc("sluice_receive_adapter", args=args))
 
 

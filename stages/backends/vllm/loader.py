@@ -63,7 +63,7 @@ class Loader:
         return msgspec.msgpack.encode(self.weight_transfer_engine.answer(counts))
 
     def sluice_receive_adapter(
-        self, offered: dict[str, Any], number: int, lora: dict[str, Any], keep: list[int]
+        self, offered: dict[str, Any], number: int, lora_rank: int, scaling: float, keep: list[int]
     ) -> bytes:
         """`Adapters.receive`, encoded. Running requests do not notice."""
         if self._adapters is None:
@@ -71,7 +71,8 @@ class Loader:
             self._adapters = adapters.Adapters(
                 self.model_runner, self.device, parallel.rank, parallel.tensor_parallel_size, joined
             )
-        return msgspec.msgpack.encode(self._adapters.receive(transfer.Offered(**offered), number, lora, keep))
+        received = self._adapters.receive(transfer.Offered(**offered), number, lora_rank, scaling, keep)
+        return msgspec.msgpack.encode(received)
 
     def _table(self) -> Any:
         return sampler.table_of(self.model_runner) if has_second_runner() else None
