@@ -72,7 +72,7 @@ class LayerAdapter(nn.Module):
             )
             small_SNR = exchange(small_SNR, group=self.group)
         parts = small_SNR.split([each.lora_A.out_features for each in matrices], dim=-1)
-        made = {name: each.lora_B(part) for (name, each), part in zip(self.targets.items(), parts)}
+        made = {name: each.lora_B(part) for name, each, part in zip(self.targets, matrices, parts)}
         taken, found = dict.fromkeys(made, 0), []
         for name, count in self.rows:
             if name is None:
