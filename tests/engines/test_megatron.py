@@ -227,6 +227,31 @@ def test_one_rank_trains_as_the_torch_backend_does(
         assert relative(tensors[f"weight {name}"], parameter.detach()) < 1e-5
 
 
+@pytest.mark.parametrize("family", ["qwen3", "qwen2", "qwen3_moe"])
+def test_one_rank_trains_an_adapter_as_the_torch_backend_does(
+    cases: Any, alone: dict[str, Any], folder: Path, family: str
+) -> None:
+    """The first values of the adapter included."""
+    from stages.backends.model.adapters import attach
+    from stages.backends.model.weights import weights
+    from stages.backends.torch.optimize import TorchLearner
+
+    batch = cases.frozen_batch()
+    (shard,) = cases.shards_of(batch, Plain(3), 1)
+    network = cases.AutoModelForCausalLM.from_pretrained(folder / family, dtype=torch.float32).eval()
+    attach(network, cases.ADAPTER, seed=0, where="here")
+    learner = TorchLearner(network, cases.OPTIMIZATION, pad=0)
+    tensors, metrics = alone[f"adapter {family}"]
+    for number in range(2):
+        made = learner.update(batch, cases.LOSS, temperature=cases.TEMPERATURE, update=shard.updates[0])
+        for name, value in made.items():
+            assert metrics[f"{number} {name}"] == pytest.approx(value, rel=1e-5, abs=1e-5)
+    trained = weights(network)
+    assert {name for name in tensors if name.startswith("weight ")} == {f"weight {name}" for name in trained}
+    for name, tensor in trained.items():
+        assert relative(tensors[f"weight {name}"], tensor) < 1e-5
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_is_trained_is_what_the_torch_sampler_serves(cases: Any, engine: Any, folder: Path, family: str) -> None:
     from transformers import AutoModelForCausalLM
@@ -327,7 +352,7 @@ def compare(
     assert metrics == pytest.approx(wanted_metrics, rel=1e-5, abs=1e-5)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, "adapter qwen3", "adapter qwen3_moe"])
 def test_scoring_with_the_frozen_copy_leaves_no_trace(alone: dict[str, Any], family: str) -> None:
     tensors, metrics = alone[family]
     assert metrics["frozen is as before"] == metrics["trained is unchanged"] == metrics["own are those scored"] == 1.0

@@ -28,7 +28,7 @@ need("vllm", "vllm")
 GROUPS = (0, 1)
 SAMPLING = Sampling(max_tokens=48)
 NEAR = 1e-5
-LORAS = {1: LoRA(rank=12, targets=("q_proj", "down_proj")), 2: LoRA(rank=8, alpha=8)}
+LORAS = {1: LoRA(rank=12, targets=("q_proj", "down_proj")), 2: LoRA(rank=8, alpha=16)}
 
 
 @pytest.fixture(scope="module")

@@ -217,6 +217,7 @@ class TorchEngine(BaseTrainer):
         """The model before training with an adapter of this role; the frozen copy has none."""
         if key not in self._bases:
             base = replace(key, source=str(base_of(key, self.run_dir)), config=None, alphabet=None, warm_start=None)
+            object.__setattr__(base, "location", key.location)
             self._bases[key] = load_network(base, self.tokenizer(key), dtype=self.dtype, device=self.device)
         network = sharing(self._bases[key])
         if role != "frozen":
