@@ -27,13 +27,14 @@ from benchmarks.refit_plan import QWEN3_30B, deepseek, qwen3, split
 from benchmarks.report import report
 from ops.refit.layout import Layout
 from ops.refit.plan import RefitPlan, build
-from stages.backends.model.decoder import Decoder
+from stages.backends.model.decoder import Decoder, Grouped, Layer, Sparse
 
 FITTED, AIM = "Qwen3-4B", 0.15
 CARD_GB_S = 50.0
 QWEN3_235B = Decoder(
-    layers=94, hidden=4096, vocab=151936, heads=64, groups=4, head_dim=128, intermediate=1536, tied=False,
-    qkv_bias=False, qk_norm=True, experts=128, chosen=8,
+    layers=94 * (Layer(mixer=Grouped(heads=64, groups=4, head_dim=128, norm=True),
+                       mlp=Sparse(experts=128, chosen=8, inner=1536)),),
+    hidden=4096, vocab=151936, tied=False,
 )  # fmt: skip
 GB_S = np.geomspace(60, 450, 160)  # candidate speeds
 MS_A_TENSOR = (0.0, *np.geomspace(0.005, 0.2, 40))

@@ -23,17 +23,18 @@ from ops.refit.layout import Layout, Place, Tensor, dense, whole
 from ops.refit.plan import build
 from stages.backends.megatron import places as megatron
 from stages.backends.megatron.parts import Part
-from stages.backends.model.decoder import Decoder
+from stages.backends.model.decoder import Decoder, Dense, Grouped, Layer, Sparse
 from stages.backends.vllm import places as vllm
 
 ITEM_BYTES = 2
 QWEN3_30B = Decoder(
-    layers=48, hidden=2048, vocab=151936, heads=32, groups=4, head_dim=128, intermediate=768, tied=False,
-    qkv_bias=False, qk_norm=True, experts=128, chosen=8,
+    layers=48 * (Layer(mixer=Grouped(heads=32, groups=4, head_dim=128, norm=True),
+                       mlp=Sparse(experts=128, chosen=8, inner=768)),),
+    hidden=2048, vocab=151936, tied=False,
 )  # fmt: skip
 QWEN3_4B = Decoder(
-    layers=36, hidden=2560, vocab=151936, heads=32, groups=8, head_dim=128, intermediate=9728, tied=True,
-    qkv_bias=False, qk_norm=True,
+    layers=36 * (Layer(mixer=Grouped(heads=32, groups=8, head_dim=128, norm=True), mlp=Dense(inner=9728)),),
+    hidden=2560, vocab=151936, tied=True,
 )  # fmt: skip
 
 

@@ -21,18 +21,38 @@ from dataclasses import dataclass
 from typing import Any
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-_MIXTURES = {"mixtral": "intermediate_size", "qwen3_moe": "moe_intermediate_size"}  # the name of an expert's size
+_SHARED = ("glm4_moe", "deepseek_v3")  # a shared expert, after dense blocks
+_MIXTURES = {  # the name of an expert's size
+    "mixtral": "intermediate_size",
+    "qwen3_moe": "moe_intermediate_size",
+    **dict.fromkeys(_SHARED, "moe_intermediate_size"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentSizes:
+    """Sizes of multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1): of the latents of queries (0
+    if they have none) and of keys and values; of a head's key without and with a rotary embedding, and of its value."""
+
+    query: int
+    key_value: int
+    plain: int
+    rotary: int
+    value: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class Transformer:
-    """The shape of a decoder-only transformer whose blocks are alike.
+    """The shape of a decoder-only transformer whose blocks are alike, but for the first of a mixture.
 
     layers, hidden      number of blocks, and size of a token's hidden state
     intermediate        inner size of a block's feed-forward layer, or of one expert
     experts, chosen     experts of a block, and experts per token; 0 and 1 without a mixture
+    shared              inner size of the experts that every token of a mixture has
+    dense, dense_inner  first blocks that have no mixture, and the inner size of their feed-forward layer
     heads, kv_heads     number of query heads, and of key-value heads
     head_dim            size of one head
+    latent              the sizes of latent attention, which has no `kv_heads` and no `head_dim`; None is another one
     vocab               rows of the output embedding
     gated               whether the feed-forward layer has three matrices (SwiGLU, arXiv 2002.05202) or two
     """
@@ -47,20 +67,26 @@ class Transformer:
     gated: bool = True
     experts: int = 0
     chosen: int = 1
+    shared: int = 0
+    dense: int = 0
+    dense_inner: int = 0
+    latent: LatentSizes | None = None
 
     @staticmethod
     def of(config: Mapping[str, Any]) -> Transformer:
         """Build from a Hugging Face `config.json` of a Llama-like model (Llama, Mistral, Qwen2, Qwen3, Gemma) or of a
-        mixture of experts whose layers are alike (Mixtral, Qwen3-MoE).
+        mixture of experts whose layers are alike (Mixtral, Qwen3-MoE) but for the first (GLM-4.5, DeepSeek-V3).
 
         Raises ValueError for another mixture, or if the config lacks a number.
         """
         experts, inner = _experts(config)
         names = ["num_hidden_layers", "hidden_size", inner, "num_attention_heads", "vocab_size"]
         names += ["num_experts_per_tok"] if experts else []
-        if missing := [name for name in names if not config.get(name)]:
+        latent = _LATENT if config.get("model_type") == "deepseek_v3" else ()
+        if missing := [name for name in (*names, *latent) if not config.get(name)]:
             raise ValueError(f"the config has no {', '.join(missing)}")
         layers, hidden, intermediate, heads, vocab, *chosen = (int(config[name]) for name in names)
+        dense, dense_inner, shared = _first_and_shared(config)
         return Transformer(
             layers=layers,
             hidden=hidden,
@@ -71,20 +97,77 @@ class Transformer:
             vocab=vocab,
             experts=experts,
             chosen=chosen[0] if chosen else 1,
+            latent=LatentSizes(
+                query=int(config.get("q_lora_rank") or 0), **{size: int(config[name]) for name, size in _LATENT.items()}
+            )
+            if latent
+            else None,
+            dense=dense,
+            dense_inner=dense_inner,
+            shared=shared,
         )
+
+    @property
+    def attention_weights(self) -> int:
+        """Number of weights of a block's attention, without biases and norms."""
+        if self.latent is None:
+            return self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+        sizes = self.latent
+        queries = self.heads * (sizes.plain + sizes.rotary)
+        found = queries * self.hidden if not sizes.query else sizes.query * (self.hidden + queries)
+        found += self.hidden * (sizes.key_value + sizes.rotary + self.heads * sizes.value)
+        return found + sizes.key_value * self.heads * (sizes.plain + sizes.value)
+
+    @property
+    def pair_products(self) -> int:
+        """Multiplications in a block's attention for each pair of a query and a key: scores, and sum of values."""
+        sizes = self.latent
+        return self.heads * (2 * self.head_dim if sizes is None else sizes.plain + sizes.rotary + sizes.value)
 
     @property
     def layer_weights(self) -> int:
         """Number of weights in all layers that multiply a token, without biases and norms."""
-        attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
-        router = self.hidden * self.experts
-        expert = self.hidden * self.intermediate * (3 if self.gated else 2)
-        return self.layers * (attention + router + self.chosen * expert)
+        return self.layers * self.attention_weights + self.mlp_weights(self.chosen)
+
+    def mlp_weights(self, experts: int) -> int:
+        """Number of weights in the feed-forward layers of all blocks, routers included, with this many experts of each
+        mixture."""
+        matrices = self.hidden * (3 if self.gated else 2)
+        if not self.experts:
+            return self.layers * self.intermediate * matrices
+        mixture = self.hidden * self.experts + (self.shared + experts * self.intermediate) * matrices
+        return (self.layers - self.dense) * mixture + self.dense * self.dense_inner * matrices
+
+    @property
+    def undivided_weights(self) -> int:
+        """Number of weights in all layers that tensor-parallel ranks do not divide: routers, and what makes latents."""
+        sizes = self.latent
+        latents = sizes.query + sizes.key_value + sizes.rotary if sizes else 0
+        return self.hidden * (self.layers * latents + (self.layers - self.dense) * self.experts)
 
     @property
     def logit_weights(self) -> int:
         """Number of weights in the output embedding."""
         return self.hidden * self.vocab
+
+
+_LATENT = {
+    "kv_lora_rank": "key_value",
+    "qk_nope_head_dim": "plain",
+    "qk_rope_head_dim": "rotary",
+    "v_head_dim": "value",
+}
+
+
+def _first_and_shared(config: Mapping[str, Any]) -> tuple[int, int, int]:
+    """The number of blocks before a mixture, their inner size, and that of the mixture's shared experts."""
+    if config.get("model_type") not in _SHARED:
+        return 0, 0, 0
+    dense = min(int(config.get("first_k_dense_replace") or 0), int(config["num_hidden_layers"]))
+    if dense and not config.get("intermediate_size"):
+        raise ValueError("the config has no intermediate_size")
+    shared = int(config["moe_intermediate_size"]) * int(config.get("n_shared_experts") or 0)
+    return dense, int(config["intermediate_size"]) if dense else 0, shared
 
 
 def inner_size(config: Mapping[str, Any]) -> str:
@@ -117,8 +200,8 @@ def model_flops(
     pass.
 
     Forward: 2 per weight and token, and in attention 4 * layers * heads * head_dim per pair of query and key (scores,
-    then the weighted sum of values). Backward is twice forward: one product each for the gradients of inputs and
-    weights.
+    then the weighted sum of values), or 2 * layers * heads * (key + value) where these differ in size. Backward is
+    twice forward: one product each for the gradients of inputs and weights.
 
     logits  number of positions of each sequence whose logits are computed; None is all of them
     causal  count only the n (n + 1) / 2 unmasked pairs; False counts all n^2, as PaLM does and as kernels without a
@@ -134,7 +217,7 @@ def model_flops(
         )
     pairs = sum(n * (n + 1) // 2 if causal else n * n for n in lengths)
     products = 2.0 * (sum(lengths) * shape.layer_weights + sum(positions) * shape.logit_weights)
-    attention = 4.0 * pairs * shape.layers * shape.heads * shape.head_dim
+    attention = 2.0 * pairs * shape.layers * shape.pair_products
     if not training:
         return products + attention
     return products * (2 if frozen else 3) + attention * 3
@@ -145,7 +228,7 @@ def quadratic_cost(shape: Transformer) -> float:
 
     q n is the share of causal attention relative to all weights; both are equal at n = 1 / q.
     """
-    return shape.layers * shape.heads * shape.head_dim / (shape.layer_weights + shape.logit_weights)
+    return shape.layers * shape.pair_products / 2 / (shape.layer_weights + shape.logit_weights)
 
 
 # Dense bfloat16 TFLOP/s, from NVIDIA's data sheets (half of a figure that is given with sparsity). A key lists words of

@@ -7,14 +7,14 @@ Describes and checks them without loading a model; `stages.backends.model.adapte
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
 from pipeline import Model, WorkerGroup
 from pipeline.declare.parameters import at_least, broken, is_whole, number
-from pipeline.errors import Problem, shown
+from pipeline.errors import Problem, StageError, shown
 from stages.model_shape import DENSE, known_config
 
 ALL = "all"
@@ -22,8 +22,20 @@ A, B = "lora_A.weight", "lora_B.weight"  # how the names of an adapter's two ten
 LARGEST_RANK = 512  # that vLLM computes
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _MLP = ("gate_proj", "up_proj", "down_proj")
-_LAYERS = {**dict.fromkeys(DENSE, _ATTENTION + _MLP), "qwen3_moe": _ATTENTION}  # the linear layers of each family
-_MIXTURES = ("qwen3_moe",)  # families whose _MLP are experts
+_LATENT = ("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj")  # the first, or the two that follow
+_LAYERS = {  # the linear layers of each family; of a mixture, "mlp" is that of dense layers and shared experts
+    **dict.fromkeys(DENSE, _ATTENTION + _MLP),
+    "qwen3_moe": _ATTENTION,
+    "glm4_moe": _ATTENTION + _MLP,
+    "deepseek_v3": _LATENT + _MLP,
+    "gpt_oss": _ATTENTION,
+}
+_EXPERTS = "experts are computed together, without adapters"
+_WITHOUT = {  # layers that a family has, and why they have no adapters
+    "qwen3_moe": dict.fromkeys(_MLP, _EXPERTS),
+    "gpt_oss": dict.fromkeys(("gate_up_proj", "down_proj"), _EXPERTS),
+    "deepseek_v3": {"kv_b_proj": "vLLM multiplies it into other matrices when it loads a model"},
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,9 +62,18 @@ class LoRA:
         """What multiplies B A x."""
         return self.alpha / self.rank
 
-    def layers(self, family: str) -> tuple[str, ...]:
-        """The names of the layers in a family of models (`model_type`); empty if "all" of them are not known."""
+    def names(self, family: str) -> tuple[str, ...]:
+        """The targets by name; "all" are those that models of a family (`model_type`) can have."""
         return _LAYERS.get(family, ()) if self.targets == ALL else tuple(self.targets)
+
+    def layers(self, family: str, names: Collection[str], where: str) -> tuple[str, ...]:
+        """The targets among the layers, by the last parts of their names, of a model of this family (`model_type`).
+        Raises StageError for a target that is none of them."""
+        known = [name for name in names if name in _LAYERS.get(family, names)]
+        wanted = tuple(name for name in self.names(family) if name in known or self.targets != ALL)
+        if wrong := [name for name in wanted or (ALL,) if name not in known]:
+            raise StageError(*(_unknown_target(name, family, known, where) for name in wrong))
+        return wanted
 
     def problems(self, config: dict[str, Any] | Any, where: str) -> Iterator[Problem]:
         """What is wrong with the description, and with its targets in a model with this config; an empty config is not
@@ -75,20 +96,19 @@ class LoRA:
                 what, why = f"LoRA has targets='all' and the model is a {family!r}", "its layers are not known here"
                 yield Problem(where=where, what=what, why=why, fix="name the layers, as in targets=('q_proj',)")
             return
-        for name in self.layers(family):
+        for name in () if self.targets == ALL else self.targets:
             if name not in known:
-                yield unknown_target(name, known, where, is_expert=family in _MIXTURES and name in _MLP)
+                yield _unknown_target(name, family, known, where)
 
 
-def unknown_target(name: str, known: Sequence[str], where: str, *, is_expert: bool = False) -> Problem:
-    """The problem for a target that no layer has."""
-    near = get_close_matches(name, known, n=1)
-    listed = ", ".join(map(repr, known))
+def _unknown_target(name: str, family: str, known: Sequence[str], where: str) -> Problem:
+    why = _WITHOUT.get(family, {}).get(name)
+    near = get_close_matches(name, known, n=1) if why is None else ()
     return Problem(
         where=where,
-        what=f"LoRA has the target {name!r}" + (", which is a part of the experts" if is_expert else ""),
-        why="experts are computed together, without adapters" if is_expert else "no layer of the model has that name",
-        fix=f"did you mean {near[0]!r}?" if near and not is_expert else f"choose from {listed}",
+        what=f"LoRA has the target {name!r}" + (", which is a part of the experts" if why == _EXPERTS else ""),
+        why=why or "no layer of the model has that name",
+        fix=f"did you mean {near[0]!r}?" if near else f"choose from {', '.join(map(repr, known))}",
     )
 
 

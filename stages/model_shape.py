@@ -14,7 +14,9 @@ from pipeline.errors import shown
 from pipeline.reading import BROKEN, check_file, reason
 
 DENSE = ("llama", "mistral", "qwen2", "qwen3")
-FAMILIES = (*DENSE, "qwen3_moe")
+MIXTURES = ("qwen3_moe", "glm4_moe", "deepseek_v3")
+FAMILIES = (*DENSE, *MIXTURES)
+LATENT = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")  # of deepseek_v3
 _NUMBERS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 OPTIONAL = ("num_key_value_heads", "head_dim")
 

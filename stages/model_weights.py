@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from pipeline.reading import BROKEN, check_file, decode, reason
-from stages.model_shape import DENSE, FAMILIES, OPTIONAL, FileFault
+from stages.model_shape import DENSE, FAMILIES, LATENT, OPTIONAL, FileFault
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _LONGEST = 100_000_000  # bytes of a header, as the safetensors library has it
@@ -120,16 +120,30 @@ def _wanted(config: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...], t
     known = "num_key_value_heads" in config and (config.get("head_dim") or not own_dim)
     attention = {"q_proj": (heads * dim, hidden), "k_proj": (groups * dim, hidden), "v_proj": (groups * dim, hidden),
                  "o_proj": (hidden, heads * dim)}  # fmt: skip
+    said: tuple[str, ...] = ("hidden_size", "num_attention_heads", *OPTIONAL)
+    if config["model_type"] == "deepseek_v3":
+        known, said = all(config.get(name) for name in LATENT), ("hidden_size", "num_attention_heads", *LATENT)
+        attention = _latent(config) if known else {}
     mlp = {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}
+    layers = config["num_hidden_layers"]
+    dense = layers if config["model_type"] in DENSE else int(config.get("first_k_dense_replace") or 0)
     yield "embed_tokens.weight", (config["vocab_size"], hidden), ("vocab_size", "hidden_size")
     yield "norm.weight", (hidden,), ("hidden_size",)
-    for i in range(config["num_hidden_layers"]):
+    for i in range(layers):
         yield f"layers.{i}.input_layernorm.weight", (hidden,), ("hidden_size",)
         for name, shape in attention.items() if known else ():
-            yield f"layers.{i}.self_attn.{name}.weight", shape, ("hidden_size", "num_attention_heads", *OPTIONAL)
+            yield f"layers.{i}.self_attn.{name}.weight", shape, said
         yield f"layers.{i}.post_attention_layernorm.weight", (hidden,), ("hidden_size",)
-        for name, shape in mlp.items() if config["model_type"] in DENSE else ():
+        for name, shape in mlp.items() if i < dense else ():
             yield f"layers.{i}.mlp.{name}.weight", shape, ("intermediate_size", "hidden_size")
+
+
+def _latent(config: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
+    """The matrices of latent attention that do not depend on whether queries have a latent."""
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    latent, plain, rotary, value = (config[name] for name in LATENT)
+    return {"kv_a_proj_with_mqa": (latent + rotary, hidden), "kv_b_proj": (heads * (plain + value), latent),
+            "o_proj": (hidden, heads * value)}  # fmt: skip
 
 
 def _first(names: list[str]) -> str:

@@ -25,17 +25,19 @@ from ops.refit.transports.broadcast import Buckets
 from ops.refit.transports.meeting import Meeting
 from ops.refit.transports.packed import PackedExchange
 from stages.backends.megatron import places as megatron
+from stages.backends.model.precision import kept_dtype
 from stages.backends.vllm import places as vllm
-from tests.unit.refit_models import FAMILIES, ITEM, SERVING, TRAINING, fits, folder, served, trained
+from tests.unit.refit_models import FAMILIES, ITEM, SERVING, TRAINING, fits, folder, served, trained, unit
 
 SENDERS = 2
 SIZE = 4
 TRAINED = ("TP1", "TP2", "PP2", "DP2", "EP2", "TP2 ETP1", "TP2 ETP1 EP2")
 SERVED = ("TP1", "TP2", "DP2")
+ONCE = ("glm4_moe", "deepseek_v3")  # trained in one layout; test_refit_places has all of them
 CASES = [
     (family, training, serving)
     for family, training, serving in product(FAMILIES, TRAINED, SERVED)
-    if fits(family, training)
+    if fits(family, training) and (family not in ONCE or training == "TP2 ETP1 EP2")
 ]
 TRANSPORTS = ("pull", "pull of bytes", "golden", "gloo", "broadcast")
 CPU, POISON = torch.device("cpu"), 0xEE
@@ -74,11 +76,16 @@ class Rank:
         everyone, trainers, takers_of_all = [*range(len(parts)), *takers], [*range(len(parts))], [0, *takers]
         active = self.rank in everyone
         if self.receives:
-            held = {name: np.zeros(shape, np.uint16) for name, shape in vllm.shapes(decoder, tensor).items()}
+            held = {
+                name: np.zeros(shape, unit(kept_dtype(name))) for name, shape in vllm.shapes(decoder, tensor).items()
+            }
         else:
             held = trained(decoder, parts[self.number % len(parts)], folder(decoder))
         flat = {name: torch.from_numpy(array.view(np.uint8).reshape(-1)) for name, array in held.items()}
-        typed = {name: memory.view(torch.bfloat16) for name, memory in flat.items()}
+        typed = {
+            name: memory.view(torch.float32 if held[name].itemsize == 4 else torch.bfloat16)
+            for name, memory in flat.items()
+        }
         if active and self.receives:
             receivers = {name: KNOWN[name].receiver() for name in ("pull", "golden")}
             meetings = {name: Meeting(CPU, self.number, receives=True) for name in TRANSPORTS}

@@ -49,23 +49,24 @@ from ops.refit.transports.packed import PackedExchange
 from ops.refit.transports.pull import PullReceiver
 from stages.backends.megatron.names import parameters
 from stages.backends.megatron.parts import Part
-from stages.backends.model.decoder import Decoder
+from stages.backends.model.decoder import Decoder, Dense, Grouped, Layer, Sparse
 from stages.backends.vllm import places as vllm
 
 MODELS = {
     "4B": QWEN3_4B,
     "8B": Decoder(
-        layers=32, hidden=4096, vocab=128256, heads=32, groups=8, head_dim=128, intermediate=14336, tied=False,
-        qkv_bias=False, qk_norm=False,
+        layers=32 * (Layer(mixer=Grouped(heads=32, groups=8, head_dim=128), mlp=Dense(inner=14336)),),
+        hidden=4096, vocab=128256, tied=False,
     ),
     "30B-A3B": QWEN3_30B,
     "tiny": Decoder(
-        layers=4, hidden=64, vocab=300, heads=8, groups=4, head_dim=16, intermediate=128, tied=True, qkv_bias=False,
-        qk_norm=True,
+        layers=4 * (Layer(mixer=Grouped(heads=8, groups=4, head_dim=16, norm=True), mlp=Dense(inner=128)),),
+        hidden=64, vocab=300, tied=True,
     ),
     "tiny-moe": Decoder(
-        layers=2, hidden=64, vocab=300, heads=8, groups=4, head_dim=16, intermediate=32, tied=False, qkv_bias=False,
-        qk_norm=True, experts=8, chosen=2,
+        layers=2 * (Layer(mixer=Grouped(heads=8, groups=4, head_dim=16, norm=True),
+                          mlp=Sparse(experts=8, chosen=2, inner=32)),),
+        hidden=64, vocab=300, tied=False,
     ),
 }  # fmt: skip
 NAMES = {"4B": "Qwen3-4B", "8B": "Llama-8B", "30B-A3B": "Qwen3-30B-A3B"}

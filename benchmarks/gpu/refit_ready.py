@@ -46,11 +46,11 @@ def sender(wire: Connection, gpu: str, folder: str, layout: str, senders: int, n
     from ops.refit.share import Shares
     from stages.backends.megatron import places
     from stages.backends.megatron.names import parameters
-    from stages.backends.model.decoder import Decoder
+    from stages.backends.model.families import decoder_of
 
     device = torch.device("cuda", 0) if gpu else torch.device("cpu")
     dtype = torch.bfloat16 if gpu else torch.float32
-    decoder = Decoder.of(json.loads((Path(folder) / "config.json").read_text()), folder)
+    decoder = decoder_of(json.loads((Path(folder) / "config.json").read_text()), folder)
     part = trained({kind: int(size) for kind, size in (word.split("=") for word in layout.split())}, senders)[number]
     kind = str(dtype).removeprefix("torch.")
     held = {n: torch.zeros(p.shape, dtype=dtype, device=device) for n, p in parameters(decoder, part).items()}

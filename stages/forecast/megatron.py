@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from ops.flops import LatentSizes
 from pipeline import GraphError, Model
 from pipeline.declare.sharding import Dynamic, Packed, Sharding
 from pipeline.declare.work import GpuPart, GpuWork, Load
@@ -64,7 +65,7 @@ class Passes:
         return GpuWork(
             kind=f"megatron.{'plain.' if load.kernels == 'plain' else ''}{'training' if self.training else 'scoring'}",
             products=2 * times * (tokens * shape.layer_weights + responses * shape.logit_weights) * whole,
-            attention=4 * times * pairs * shape.layers * shape.heads * shape.head_dim * whole,
+            attention=2 * times * pairs * shape.layers * shape.pair_products * whole,
             moved_bytes=times / 3 * tokens * shape.layers * kept(part, "fused") * HALF * whole,
             vocabulary_bytes=times / 3 * responses * shape.vocab * HALF * self.epochs / (part.tensor * part.context),
             layers=passes * part.layers * factor,
@@ -164,11 +165,20 @@ def kept(part: Divided, kernels: str) -> float:
     """Return the elements that a whole layer keeps per token for its backward pass."""
     shape = part.shape
     query, key = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    found = 4 * shape.hidden + 3 * query + 3 * key
+    found = 4 * shape.hidden + (3 * query + 3 * key if shape.latent is None else _latent(shape.heads, shape.latent))
     found += shape.chosen * (7 * shape.hidden + 4 * shape.intermediate) if shape.experts else 3 * shape.intermediate
+    found += 3 * shape.shared
     if kernels == "plain":  # SwiGLU step by step, key-value heads repeated, rotated queries and keys a second time
         found += 2 * shape.intermediate + 3 * query - key
     return found
+
+
+def _latent(heads: int, sizes: LatentSizes) -> int:
+    """Return the elements that latent attention keeps per token: latents and normed latents, queries and turned
+    queries, keys and values as they come from a latent and as attention takes them, and its result. Counted, not
+    measured."""
+    query = heads * (sizes.plain + sizes.rotary)
+    return 2 * (sizes.query + sizes.key_value) + 3 * query + heads * (sizes.plain + 3 * sizes.value)
 
 
 def held(model: Model, load: Load, *, trains: bool) -> list[GpuPart]:

@@ -36,12 +36,11 @@ class Divided:
     def weights(self) -> float:
         """Weights of the fullest rank. Norms and biases are left out."""
         shape = self.shape
-        attention = shape.hidden * shape.head_dim * (2 * shape.heads + 2 * shape.kv_heads)
-        inner = shape.hidden * shape.intermediate * (3 if shape.gated else 2)
-        own = attention / self.tensor + shape.hidden * shape.experts
-        own += inner * shape.experts / self.experts if shape.experts else inner / self.tensor
+        single, undivided = shape.mlp_weights(0), shape.undivided_weights
+        own = undivided + (shape.layers * shape.attention_weights + single - undivided) / self.tensor
+        own += (shape.mlp_weights(shape.experts) - single) / self.experts
         embeddings = 1 if self.tied or self.pipeline > 1 else 2
-        return self.layers * own + embeddings * shape.logit_weights / self.tensor
+        return self.layers / shape.layers * own + embeddings * shape.logit_weights / self.tensor
 
 
 def divided(model: Model, group: WorkerGroup) -> Divided:

@@ -32,7 +32,10 @@ def cache_bytes(part: Divided, load: Load) -> float:
 
 
 def _numbers(part: Divided) -> float:
-    """Keys and values of one token on one GPU; ranks beyond the key-value heads hold the same heads."""
+    """Keys and values of one token on one GPU; ranks beyond the key-value heads hold the same heads, and all ranks the
+    same latents."""
+    if latent := part.shape.latent:
+        return float(part.shape.layers * (latent.key_value + latent.rotary))
     heads = -(-part.shape.kv_heads // part.tensor)
     return 2.0 * part.shape.layers * heads * part.shape.head_dim
 

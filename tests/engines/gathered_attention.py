@@ -20,6 +20,7 @@ class GatheredAttention(MegatronModule):
 
     def __init__(self, config: TransformerConfig, **given: Any) -> None:
         super().__init__(config=config)
+        self.scale = given.get("softmax_scale")
 
     def forward(
         self,
@@ -40,7 +41,7 @@ class GatheredAttention(MegatronModule):
         mask = (sample[mine] == sample[theirs]) & (theirs <= mine)
         keys, values = (_Gathered.apply(each, group) for each in (key, value))
         sides = (each.permute(1, 2, 0, 3) for each in (query, keys, values))
-        made = scaled_dot_product_attention(*sides, attn_mask=mask, enable_gqa=True)
+        made = scaled_dot_product_attention(*sides, attn_mask=mask, scale=self.scale, enable_gqa=True)
         return made.permute(2, 0, 1, 3).flatten(-2)
 
 

@@ -29,7 +29,7 @@ from pipeline.declare.columns import Ragged
 from pipeline.declare.ranks import RankLayout, Ranks
 from pipeline.declare.sharding import Microbatching, Packed, Plain, Shard, Sharding
 from stages.backends.interface import Batch, Optimization
-from stages.backends.megatron import network as networks
+from stages.backends.megatron import layers
 from stages.backends.megatron.engine import MegatronEngine
 from stages.backends.megatron.folder import gathered
 from stages.backends.megatron.groups import Groups, join
@@ -43,7 +43,7 @@ from tests.shares import weight_hash
 VOCAB = 131  # not a multiple of 2, so two tensor-parallel ranks pad it
 TEMPERATURE = 0.7
 LOSS = ClippedLoss(clip=(0.2, 0.2), kl=0.01, correction=TruncatedIS(cap=2.0), entropy=0.01)
-OPTIMIZATION = Optimization(lr=1e-3, weight_decay=0.1, clip_grad=1.0)
+OPTIMIZATION = Optimization(lr=1e-3, eps=1e-6, weight_decay=0.1, clip_grad=1.0)
 GROUPS = (5, 3)  # samples of each prompt of a grouped batch
 DEADLINE_S = 120.0
 _COMMON = {
@@ -54,6 +54,17 @@ _COMMON = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 128,
+}
+_MIXTURE = {  # routed by sigmoids, with a shared expert, after a dense layer
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
 }
 FAMILIES = {
     "llama": {
@@ -78,8 +89,42 @@ FAMILIES = {
         "moe_intermediate_size": 24,
         "norm_topk_prob": True,
     },
+    "glm4_moe": _MIXTURE
+    | {
+        "num_hidden_layers": 3,
+        "head_dim": 16,
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "partial_rotary_factor": 0.5,
+    },
+    "deepseek_v3": _MIXTURE
+    | {
+        "num_hidden_layers": 3,
+        "num_key_value_heads": 4,
+        "q_lora_rank": 24,
+        "kv_lora_rank": 20,
+        "qk_nope_head_dim": 12,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 6,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 8.0,
+            "mscale": 0.7,
+            "mscale_all_dim": 1.2,
+            "original_max_position_embeddings": 16,
+        },
+    },
 }
 FAMILIES["qwen3_moe, as routed"] = FAMILIES["qwen3_moe"] | {"norm_topk_prob": False}
+FAMILIES["deepseek_v3, plain"] = FAMILIES["deepseek_v3"] | {
+    "q_lora_rank": None,
+    "rope_interleave": False,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": False,
+}
 SHAPES = {  # sizes that ranks do not divide evenly
     "qwen3, 3 layers": FAMILIES["qwen3"] | {"num_hidden_layers": 3},
     "llama, 5 layers": FAMILIES["llama"] | {"num_hidden_layers": 5},
@@ -132,6 +177,17 @@ CASES = {
     "adapter, data": Case("qwen2", RankLayout(data=2), microbatching=Packed(64), recompute=True, lora=ADAPTER),
     "adapter, pipeline": Case("qwen3", RankLayout(pipeline=2), lora=ADAPTER),
     "adapter, experts": Case("qwen3_moe", RankLayout(tensor=2), lora=ADAPTER),
+    "adapter, latent": Case("deepseek_v3", RankLayout(tensor=2), expert=2, expert_tensor=1, lora=ADAPTER),
+    "adapter, latent, plain": Case("deepseek_v3, plain", RankLayout(pipeline=2), lora=ADAPTER),
+    "adapter, glm": Case("glm4_moe", RankLayout(tensor=2), microbatching=Packed(64), recompute=True, lora=ADAPTER),
+    "glm, tensor": Case("glm4_moe", RankLayout(tensor=2)),
+    "glm, pipeline": Case("glm4_moe", RankLayout(pipeline=2), microbatching=Packed(64), recompute=True),
+    "glm, shared, expert": Case("glm4_moe", RankLayout(data=2), expert=2, microbatching=Packed(64), grouped=True),
+    "latent, tensor, experts apart": Case("deepseek_v3", RankLayout(tensor=2), expert=2, expert_tensor=1),
+    "latent, pipeline": Case("deepseek_v3", RankLayout(pipeline=2), recompute=True),
+    "latent, expert": Case("deepseek_v3", RankLayout(data=2), expert=2, microbatching=Packed(64)),
+    "latent, context": Case("deepseek_v3", RankLayout(context=2), microbatching=Packed(64)),
+    "latent, shared, tensor": Case("deepseek_v3, plain", RankLayout(tensor=2), microbatching=Packed(40), grouped=True),
 }
 OF_FOUR = {
     "4, pipeline, 5 layers": Case("llama, 5 layers", RankLayout(pipeline=4), microbatching=Packed(64)),
@@ -154,6 +210,9 @@ def make_folder(family: str, folder: Path, **sizes: int) -> Path:
         )
         for parameter in network.parameters():
             parameter.data.add_(torch.randn_like(parameter) * 0.1)
+        for name, constant in network.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                constant.copy_(torch.randn_like(constant) * 0.3)
     network.save_pretrained(folder)
     return folder
 
@@ -192,7 +251,7 @@ def gradients(learner: MegatronLearner, batch: Batch, shard: Shard) -> dict[str,
     with groups.computing():
         learner._backward(batch, LOSS, TEMPERATURE, shard.updates[0], shard.packed)
         finalize_model_grads([learner.buffered], None, pg_collection=groups.process, force_all_reduce=True)
-    made = {name: each.main_grad for name, each in network.named_parameters() if each.requires_grad}
+    made = {name: getattr(held, "main_grad", torch.zeros_like(held)) for name, held in network.weights.items()}
     found = {name: tensor.clone() for name, tensor in gathered(made, network.shape, groups, network.part)}
     learner.buffered.zero_grad_buffer()
     return found
@@ -210,19 +269,13 @@ def measure(engine: MegatronEngine, folder: Path, case: Case) -> tuple[dict[str,
     assert (shard.shared > 0) == wanted
     batch = whole.at(shard.index)
     given = (batch.prompt_ids, batch.response_ids, shard)
-    optimization = Optimization(
-        lr=OPTIMIZATION.lr,
-        weight_decay=OPTIMIZATION.weight_decay,
-        clip_grad=OPTIMIZATION.clip_grad,
-        checkpoint_activations=case.recompute,
-    )
-    learner = engine.learner(model, optimization)
+    learner = engine.learner(model, replace(OPTIMIZATION, checkpoint_activations=case.recompute))
     numbers = [layer.layer_number for layer in learner.network.decoder.layers]  # Megatron-core counts from 1
     part = learner.network.part
     if case.grouped:
         cores = [layer.self_attention.core_attention for layer in learner.network.decoder.layers]
         assert {core.recomputed for core in cores} == {case.recompute}
-    assert numbers == [layer + 1 for layer in stage_layers(learner.network.shape.layers, part.stages)[part.stage]]
+    assert numbers == [layer + 1 for layer in stage_layers(len(learner.network.shape.layers), part.stages)[part.stage]]
     loaded = engine.trained_weights(model)
     before = engine.score(model, *given, temperature=TEMPERATURE)
     found, metrics = gradients(learner, batch, shard), {}
@@ -388,7 +441,7 @@ def _saved(
 def main(folder: Path, rank: int, port: int) -> None:
     """Run this rank and, in a fork, the rank two above it. Exit with an error if either fails."""
     torch.set_num_threads(1)
-    networks.SlicedAttention = GatheredAttention  # type: ignore[assignment,misc] # Transformer Engine's needs a GPU
+    layers.SlicedAttention = GatheredAttention  # type: ignore[assignment,misc] # Transformer Engine's needs a GPU
     fork = os.fork()
     if not fork:
         _as_rank(folder, rank + 2, port)

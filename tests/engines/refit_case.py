@@ -32,6 +32,10 @@ PLAIN = {
     "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 512, "tie_word_embeddings": False,
 }  # fmt: skip
+SIGMOID = {
+    "first_k_dense_replace": 1, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+    "n_shared_experts": 1, "n_group": 2, "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 2.5,
+}  # fmt: skip
 CONFIGS = {
     "qwen2": PLAIN | {"model_type": "qwen2", "tie_word_embeddings": True, "head_dim": None, "num_attention_heads": 2},
     "qwen3": PLAIN | {"model_type": "qwen3", "tie_word_embeddings": True},
@@ -39,6 +43,16 @@ CONFIGS = {
     | {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True,
        "moe_intermediate_size": 48,  # which vLLM pads to a multiple of 32
        "decoder_sparse_step": 1, "mlp_only_layers": [], "tie_word_embeddings": True},
+    "glm4_moe": PLAIN
+    | {"model_type": "glm4_moe", "num_hidden_layers": 3, "head_dim": 32, "attention_bias": True, "use_qk_norm": True}
+    | SIGMOID,
+    "deepseek_v3": PLAIN
+    | {"model_type": "deepseek_v3", "num_hidden_layers": 3, "head_dim": None, "num_key_value_heads": 4,
+       "q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 32}
+    | SIGMOID,
+    "gpt_oss": PLAIN
+    | {"model_type": "gpt_oss", "intermediate_size": 64, "num_local_experts": 4, "num_experts_per_tok": 2,
+       "sliding_window": 128},
     "mistral": PLAIN | {"model_type": "mistral", "sliding_window": None},
 }  # fmt: skip
 TOKENS = Sampling(max_tokens=24)
@@ -50,12 +64,16 @@ def made(root: Path, family: str, seed: int) -> Model:
     described = Model("tiny", config=config, alphabet=tiny.ALPHABET, seed=seed)
     tokenizer = character_tokenizer(tiny.ALPHABET)
     network = build(described, tokenizer)
-    with torch.no_grad():
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
         for name, parameter in network.named_parameters():
             if name.endswith("bias"):
                 parameter.normal_()
             elif parameter.dim() > 1:
                 parameter.mul_(4.0)
+        for name, constant in network.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                constant.normal_(std=0.3)
     save(network, tokenizer, root / f"{family}-{seed}")
     return Model(str(root / f"{family}-{seed}"))
 

@@ -22,6 +22,7 @@ from pipeline import Model, StageError
 from pipeline.declare.ranks import RankLayout, Ranks, open_store
 from pipeline.declare.sharding import Dynamic, Packed, Plain
 from pipeline.errors import CheckpointError
+from stages.backends.model.decoder import Decoder, Dense, Grouped, Latent, Layer, Sparse
 from tests.drafts import write_checkpoint
 from tests.optional import need
 from tests.parking import Late
@@ -29,7 +30,16 @@ from tests.shares import weight_hash
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 RANKS_DEADLINE_S = 240.0
-FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "qwen3_moe, as routed")
+FAMILIES = (
+    "llama",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "glm4_moe",
+    "deepseek_v3",
+    "qwen3_moe, as routed",
+    "deepseek_v3, plain",
+)
 CASES = (
     "tensor",
     "tensor, bias",
@@ -56,6 +66,17 @@ CASES = (
     "adapter, data",
     "adapter, pipeline",
     "adapter, experts",
+    "adapter, latent",
+    "adapter, latent, plain",
+    "adapter, glm",
+    "glm, tensor",
+    "glm, pipeline",
+    "glm, shared, expert",
+    "latent, tensor, experts apart",
+    "latent, pipeline",
+    "latent, expert",
+    "latent, context",
+    "latent, shared, tensor",
     "4, pipeline, 5 layers",
     "4, tensor, 2 key-value heads",
     "4, expert and pipeline",
@@ -200,7 +221,7 @@ def test_an_exported_folder_is_one_that_transformers_loads(
         assert torch.equal(one(ids).logits, two(ids).logits)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen2"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen2", "glm4_moe", "deepseek_v3"])
 def test_one_rank_trains_as_the_torch_backend_does(
     cases: Any, alone: dict[str, Any], folder: Path, family: str
 ) -> None:
@@ -213,7 +234,9 @@ def test_one_rank_trains_as_the_torch_backend_does(
     network = AutoModelForCausalLM.from_pretrained(folder / family, dtype=torch.float32).eval()
     learner = TorchLearner(network, cases.OPTIMIZATION, pad=0)
     learner._backward(batch, cases.LOSS, cases.TEMPERATURE, shard.updates[0], packed=False)
-    gradients = {name: parameter.grad.clone() for name, parameter in network.named_parameters()}
+    parameters = dict(network.named_parameters())
+    alike = [name for name in parameters if ".mlp.experts." not in name]  # transformers fuses those of experts
+    gradients = {name: parameters[name].grad.clone() for name in alike}
     learner.optimizer.zero_grad()
     tensors, metrics = alone[family]
     for number in range(2):
@@ -223,11 +246,10 @@ def test_one_rank_trains_as_the_torch_backend_does(
             assert metrics[f"{number} {name}"] == pytest.approx(value, rel=1e-5, abs=1e-5)
     for name, gradient in gradients.items():
         assert relative(tensors[f"gradient {name}"], gradient) < 1e-5
-    for name, parameter in network.named_parameters():
-        assert relative(tensors[f"weight {name}"], parameter.detach()) < 1e-5
+        assert relative(tensors[f"weight {name}"], parameters[name].detach()) < 1e-5
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen2", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen2", "qwen3_moe", "glm4_moe", "deepseek_v3", "deepseek_v3, plain"])
 def test_one_rank_trains_an_adapter_as_the_torch_backend_does(
     cases: Any, alone: dict[str, Any], folder: Path, family: str
 ) -> None:
@@ -249,7 +271,7 @@ def test_one_rank_trains_an_adapter_as_the_torch_backend_does(
     trained = weights(network)
     assert {name for name in tensors if name.startswith("weight ")} == {f"weight {name}" for name in trained}
     for name, tensor in trained.items():
-        assert relative(tensors[f"weight {name}"], tensor) < 1e-5
+        assert relative(tensors[f"weight {name}"], tensor) < near(name)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -336,6 +358,12 @@ def test_all_cases_are_compared(cases: Any) -> None:
     assert {case.family for case in (cases.CASES | cases.OF_FOUR).values()} >= cases.SHAPES.keys()
 
 
+def near(name: str) -> float:
+    """Return how far a tensor may be from another one. A trained B is two updates of AdamW from zero, which magnify the
+    rounding of small gradients."""
+    return 1e-4 if name.endswith("lora_B.weight") and not name.startswith("gradient ") else 1e-5
+
+
 def compare(
     tensors: dict[str, torch.Tensor],
     metrics: dict[str, float],
@@ -346,7 +374,7 @@ def compare(
     assert tensors.keys() == wanted.keys()
     for key, tensor in wanted.items():
         if key.startswith(("gradient ", "weight ")):
-            assert relative(tensors[key], tensor) < 1e-5, key
+            assert relative(tensors[key], tensor) < near(key), key
         else:
             assert float((tensors[key] - tensor).abs().max()) < 1e-5, key
     assert metrics == pytest.approx(wanted_metrics, rel=1e-5, abs=1e-5)
@@ -537,7 +565,7 @@ def test_operations_are_those_of_the_whole_model(cases: Any, engine: Any, folder
         for family in FAMILIES
     ]
     assert min(done) > 1e6
-    assert done[3] == done[4]
+    assert done[FAMILIES.index("qwen3_moe")] == done[FAMILIES.index("qwen3_moe, as routed")]
     model, columns = Model(str(folder / "qwen3")), (batch.prompt_ids, batch.response_ids)
     once, shape = engine.flops(model, *columns, training=True, spared=[5, 3]), Transformer.of(engine._config(model))
     assert once == done[2] - model_flops(shape, [5, 3], training=True, logits=[0, 0])
@@ -568,17 +596,17 @@ def test_ranks_that_cannot_divide_a_model_are_refused(
 
 
 @pytest.mark.parametrize(
-    ("change", "layout", "expert_tensor", "told"),
+    ("layer", "layout", "expert_tensor", "told"),
     [
         (
-            {"heads": 12, "groups": 4},
+            Layer(mixer=Grouped(heads=12, groups=4, head_dim=8), mlp=None),
             RankLayout(tensor=6),
             6,
             "tensor_parallel=6, and the model has 4 key-value heads; each rank computes with whole key-value heads, or "
             "equally many ranks share one. Fix: use a divisor or a multiple of 4",
         ),
         (
-            {"heads": 8, "groups": 1, "head_dim": 6},
+            Layer(mixer=Grouped(heads=8, groups=1, head_dim=6), mlp=None),
             RankLayout(tensor=8),
             8,
             "tensor_parallel=8 does not divide the 60 rows of the model's queries, keys and values; ranks that share a "
@@ -586,28 +614,28 @@ def test_ranks_that_cannot_divide_a_model_are_refused(
             "Fix: use a divisor of 60",
         ),
         (
-            {},
+            Layer(mixer=None, mlp=Dense(inner=48)),
             RankLayout(pipeline=4),
             1,
             "pipeline_parallel=4, and the model has 2 layers; each pipeline stage needs a layer. "
             "Fix: pipeline_parallel=2 or less",
         ),
         (
-            {},
+            Layer(mixer=None, mlp=Dense(inner=48)),
             RankLayout(tensor=2),
             1,
             "expert_tensor_parallel=1, and the model has no experts; it divides experts over ranks. "
             "Fix: expert_tensor_parallel=2, or a mixture-of-experts model",
         ),
         (
-            {"experts": 4, "chosen": 2, "intermediate": 50},
+            Layer(mixer=None, mlp=Sparse(experts=4, chosen=2, inner=50, shared=48)),
             RankLayout(tensor=4),
             4,
-            "expert_tensor_parallel=4 does not divide the model's intermediate_size (50); all ranks hold equal parts. "
-            "Fix: use a divisor of 50",
+            "expert_tensor_parallel=4 does not divide the model's intermediate_size of experts (50); all ranks hold "
+            "equal parts. Fix: use a divisor of 50",
         ),
         (
-            {"head_dim": 136},
+            Layer(mixer=Latent(heads=4, query=8, key_value=8, plain=104, rotary=32, value=8), mlp=None),
             RankLayout(context=2),
             1,
             "context_parallel=2, and the model has heads of size 136; Transformer Engine trains packed rows over "
@@ -617,12 +645,12 @@ def test_ranks_that_cannot_divide_a_model_are_refused(
     ],
 )
 def test_what_ranks_cannot_divide_is_said_in_full(
-    groups: Any, engine: Any, folder: Path, change: dict[str, int], layout: RankLayout, expert_tensor: int, told: str
+    groups: Any, layer: Layer, layout: RankLayout, expert_tensor: int, told: str
 ) -> None:
     from stages.backends.megatron.config import transformer_config
     from stages.backends.megatron.fused import Fused
 
-    decoder = replace(engine.network(Model(str(folder / "qwen3"))).shape, **change)
+    decoder = Decoder(layers=(layer,) * 2, hidden=32, vocab=131, tied=True)
     with pytest.raises(StageError) as refused:
         other = replace(groups, ranks=Ranks(layout), expert_tensor=expert_tensor)
         transformer_config(decoder, other, torch.float32, "graph.py:7", Fused())

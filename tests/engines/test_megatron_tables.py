@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections import Counter
 from dataclasses import replace
@@ -10,40 +11,40 @@ from itertools import product
 import numpy as np
 import pytest
 
-from pipeline import StageError, WorkerGroup
+from pipeline import Model, StageError, WorkerGroup
 from pipeline.declare.ranks import RankLayout
 from stages import backends
-from stages.backends.megatron.limits import problems
+from stages.backends.megatron.limits import UNSIZED, fits, problems
 from stages.backends.megatron.names import parameters, plain_names
 from stages.backends.megatron.parts import Part, stage_layers
-from stages.backends.model.decoder import Decoder
+from stages.backends.model.decoder import Decoder, Dense, Grouped, Latent, Layer, Rope, Sparse
+from stages.backends.model.families import decoder_of
+from stages.forecast.shape import divided
+from tests.unit.test_folder import DEEPSEEK, GLM
+from tests.unit.test_folder import MIXTURE as SMALL_MIXTURE
 
-DENSE = Decoder(
-    layers=4,
-    hidden=16,
-    vocab=131,
-    heads=8,
-    groups=4,
-    head_dim=6,
-    intermediate=24,
-    tied=True,
-    qkv_bias=True,
-    qk_norm=True,
-)
+GROUPED = Grouped(heads=8, groups=4, head_dim=6, bias=True, norm=True)
+DENSE = Decoder(layers=(Layer(mixer=GROUPED, mlp=Dense(inner=24)),) * 4, hidden=16, vocab=131, tied=True)
 MIXTURE = Decoder(
-    layers=2,
+    layers=(Layer(mixer=Grouped(heads=4, groups=4, head_dim=4, norm=True), mlp=Sparse(experts=4, chosen=2, inner=8)),)
+    * 2,
     hidden=16,
     vocab=64,
-    heads=4,
-    groups=4,
-    head_dim=4,
-    intermediate=8,
     tied=False,
-    qkv_bias=False,
-    qk_norm=True,
-    experts=4,
-    chosen=2,
 )
+LATENT = Latent(heads=4, query=12, key_value=8, plain=4, rotary=2, value=6)
+SIGMOID = Sparse(experts=4, chosen=2, inner=8, sigmoid=True, divisions=2, scale=2.5, shared=8)
+MIXED = Decoder(  # layers that differ
+    layers=(
+        Layer(mixer=LATENT, mlp=Dense(inner=24)),
+        Layer(mixer=replace(LATENT, query=0), mlp=SIGMOID),
+        Layer(mixer=replace(GROUPED, heads=4), mlp=SIGMOID),
+    ),
+    hidden=16,
+    vocab=131,
+    tied=False,
+)
+TENSORS = {DENSE: 14 * 4 + 2, MIXTURE: 21 * 2 + 3, MIXED: 12 + 23 + 29 + 3}  # of the folder
 QWEN3 = {
     "model_type": "qwen3",
     "num_hidden_layers": 2,
@@ -69,6 +70,8 @@ DIVISIONS = [  # tensor, pipeline and data parallel, experts, ranks per expert
     *((MIXTURE, 2, 1, 2, experts, 1) for experts in (1, 2, 4)),
     (MIXTURE, 4, 2, 1, 2, 2),
     (MIXTURE, 4, 2, 2, 4, 1),
+    *((MIXED, tensor, pipeline, 2, 2, tensor) for tensor, pipeline in product((1, 2, 4), (1, 2, 3))),
+    (MIXED, 2, 3, 2, 4, 1),
 ]
 
 
@@ -90,9 +93,26 @@ def test_ranks_together_hold_every_number_once(
                     held.setdefault(piece.name, np.zeros(piece.shape, int))[piece.box] += 1
             assert inside.max(initial=0) <= 1
             assert name.endswith(("word_embeddings.weight", "output_layer.weight")) or inside.min() == 1
-    layers = decoder.layers * (3 * max(1, decoder.experts) + bool(decoder.experts) + 8 + 3 * decoder.qkv_bias)
-    assert len(held) == layers + 2 + (not decoder.tied)
+    assert len(held) == TENSORS[decoder]
     assert all((count == 1).all() for count in held.values())
+
+
+@pytest.mark.parametrize("config", [GLM, DEEPSEEK, DEEPSEEK | {"q_lora_rank": None}, SMALL_MIXTURE])
+@pytest.mark.parametrize(
+    ("sizes", "part"),
+    [
+        ({}, Part()),
+        ({"tensor_parallel": 2}, Part(tensors=2, expert_tensors=2)),
+        ({"tensor_parallel": 2, "expert_parallel": 2, "expert_tensor_parallel": 1}, Part(tensors=2, experts=2)),
+    ],
+)
+def test_memory_is_foretold_from_the_weights_that_a_rank_holds(config: dict, sizes: dict, part: Part) -> None:
+    """All but norms and biases. A rank of one stage holds an embedding and, in these models, an output embedding."""
+    config = {**UNSIZED, **config, "vocab_size": 130, "num_key_value_heads": 4}
+    group = WorkerGroup("learner", backend="megatron", workers=math.prod(sizes.values()) or 1, **sizes)
+    table = parameters(decoder_of(config, "here"), part).values()
+    held = sum(math.prod(parameter.shape) for parameter in table if len(parameter.shape) > 1)
+    assert divided(Model("made", config=config, alphabet="bytes"), group).weights == held
 
 
 def test_uneven_stages_are_contiguous_and_differ_by_one_layer_at_most() -> None:
@@ -109,7 +129,7 @@ def test_uneven_stages_are_contiguous_and_differ_by_one_layer_at_most() -> None:
 
 
 def test_61_layers_on_16_ranks_are_each_held_once() -> None:
-    decoder, layout = replace(DENSE, layers=61), RankLayout(pipeline=16)
+    decoder, layout = replace(DENSE, layers=DENSE.layers[:1] * 61), RankLayout(pipeline=16)
     held = Counter(
         piece.name
         for rank in range(16)
@@ -145,7 +165,7 @@ def test_ranks_that_share_a_key_value_head_hold_equal_rows_of_it() -> None:
         [("q", (12, 24), 0)],
         [("k", (6, 12), 0), ("v", (6, 12), 6)],
     ]
-    single = replace(DENSE, heads=4, groups=1)
+    single = replace(DENSE, layers=(Layer(mixer=replace(GROUPED, heads=4, groups=1), mlp=None),))
     assert [rows(single, rank, 4) for rank in range(4)] == [
         [("q", (0, 9), 0)],
         [("q", (9, 18), 0)],
@@ -187,9 +207,10 @@ def test_grouped_experts_hold_what_single_ones_do(division: dict[str, int]) -> N
 
 def test_a_config_of_either_age_gives_the_same_decoder() -> None:
     older = {name: value for name, value in QWEN3.items() if name != "rope_parameters"} | {"rope_theta": 1000000.0}
-    decoder = Decoder.of(QWEN3, "here")
-    assert decoder == Decoder.of(older, "here")
-    assert (decoder.head_dim, decoder.groups, decoder.qk_norm, decoder.qkv_bias) == (32, 2, True, False)
+    decoder = decoder_of(QWEN3, "here")
+    assert decoder == decoder_of(older, "here")
+    assert decoder.mixers == [Grouped(heads=4, groups=2, head_dim=32, norm=True)]
+    assert decoder.rope == Rope(base=1000000.0, dims=32)
 
 
 @pytest.mark.parametrize(
@@ -201,11 +222,16 @@ def test_a_config_of_either_age_gives_the_same_decoder() -> None:
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ({"attention_bias": True}, "attention_bias=True"),
         ({"use_sliding_window": True}, "use_sliding_window=True"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "a quantization_config"),
+        ({"model_type": "gpt_oss"}, "the model is a 'gpt_oss'; Megatron-core .* neither attention sinks nor sliding"),
+        ({"model_type": "deepseek_v3"}, "fewer key-value heads than heads"),
+        ({"model_type": "deepseek_v3", "num_key_value_heads": 4, "attention_bias": True}, "attention_bias=True"),
+        ({"model_type": "glm4_moe", "rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_type='yarn'"),
     ],
 )
 def test_what_would_be_computed_differently_is_refused(change: dict, told: str) -> None:
     with pytest.raises(StageError, match=told) as caught:
-        Decoder.of(QWEN3 | change, "graph.py:7")
+        decoder_of(QWEN3 | change, "graph.py:7")
     assert caught.value.problems[0].where == "graph.py:7"
 
 
@@ -223,6 +249,14 @@ def test_groups_that_cannot_train_are_refused_before_anything_starts(given: dict
     assert len(found) == 1
     assert found[0].startswith("graph.py:3: ")
     assert told in found[0]
+
+
+def test_a_model_that_a_group_cannot_divide_is_refused_before_anything_starts() -> None:
+    sizes = {"tensor_parallel": 3, "expert_parallel": 2, "expert_tensor_parallel": 1}
+    group = WorkerGroup("learner", backend="megatron", workers=6, **sizes)
+    heads, shared = fits(group, DEEPSEEK | {"num_key_value_heads": 4}, "graph.py:3")
+    assert "tensor_parallel=3 does not divide the model's attention heads (4)" in str(heads)
+    assert "tensor_parallel=3 does not divide the model's intermediate_size of shared experts (8)" in str(shared)
 
 
 def test_groups_that_can_train_are_not() -> None:

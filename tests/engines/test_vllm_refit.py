@@ -62,6 +62,26 @@ def test_a_model_without_a_table_goes_through_the_loader_and_is_counted(prepared
     assert found["records"][1]["through_loader"] == len(found["tensors"])
 
 
+@pytest.mark.parametrize(
+    ("family", "ranks", "ways", "loaded"),
+    [("glm4_moe", 1, ("pull",), 0), ("deepseek_v3", 2, ("pull", "gloo"), 21)],
+)
+def test_a_mixture_routed_by_sigmoids_is_served_with_the_bias_of_its_experts(
+    prepared: None, several_ranks: None, tmp_path: Path, family: str, ranks: int, ways: tuple[str, ...], loaded: int
+) -> None:
+    """The second model has another bias. Latent attention goes through the loader, which multiplies its matrices."""
+    found = refit(tmp_path, family, ranks, ways)
+    assert max(found["far"]) < NEAR
+    assert len(found["loaded"]) == loaded and all(".self_attn." in name for name in found["loaded"])
+
+
+def test_fused_experts_and_attention_sinks_are_served(prepared: None, tmp_path: Path) -> None:
+    """gpt-oss has no table, and vLLM's own reload keeps the old ones of both."""
+    found = refit(tmp_path, "gpt_oss", 1, ("pull",))
+    assert max(found["far"]) < NEAR and found["loaded"] == found["tensors"]
+    assert {"model.layers.0.mlp.experts.gate_up_proj", "model.layers.1.self_attn.sinks"} <= set(found["tensors"])
+
+
 def test_the_golden_way_is_that_of_the_loader(golden: dict[str, Any]) -> None:
     """A tied output embedding and experts included, although the CPU build packs them apart."""
     assert max(golden["far"]) < NEAR and golden["loaded"] == golden["tensors"]

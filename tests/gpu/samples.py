@@ -5,25 +5,31 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+PROMPTS = [f"{i // 8}+{i // 8}=" for i in range(64)]
 
-def sampled(rank: int, folder: str, tokens: int, cache: Any = "auto") -> tuple[list[int], Any, Any]:
+
+def sampled(
+    rank: int, folder: str, tokens: int, cache: Any = "auto", temperature: float = 1.0
+) -> tuple[list[int], Any, Any]:
     """Return the lengths, tokens and logprobs of 64 samples of at most `tokens` tokens."""
-    made = _made(folder, tokens, cache=cache)
+    made = _made(folder, tokens, temperature, cache=cache)
     return list(made.response_ids.lengths), made.response_ids.values, made.logprobs.values
 
 
-def drafted(rank: int, folder: str, tokens: int, speculate: int, draft: str) -> tuple[list[int], Any, Any, int]:
+def drafted(
+    rank: int, folder: str, tokens: int, speculate: int, draft: str, temperature: float
+) -> tuple[list[int], Any, Any, int]:
     """Return the same of samples with drafts, by a model of the shape `draft` or else by n-grams, and the passes of the
     model."""
     from benchmarks.gpu.shapes import model_of
     from pipeline import Model
 
     by = Model(model_of(draft, Path(folder))) if draft else None
-    made = _made(folder, tokens, speculate=speculate, draft=by)
+    made = _made(folder, tokens, temperature, speculate=speculate, draft=by)
     return list(made.response_ids.lengths), made.response_ids.values, made.logprobs.values, made.passes
 
 
-def _made(folder: str, tokens: int, **settings: Any) -> Any:
+def _made(folder: str, tokens: int, temperature: float, **settings: Any) -> Any:
     from benchmarks.gpu.shapes import model_of
     from pipeline import Model, StageContext, WorkerGroup
     from stages.backends import Draws, Sampling, engine
@@ -31,6 +37,27 @@ def _made(folder: str, tokens: int, **settings: Any) -> Any:
     group = WorkerGroup("sampler", backend="vllm", gpus=1, threads=1, memory=0.5, **settings)
     context = StageContext(group=group, rank=0, seed=0, group_size=8, run_dir=Path(folder), shared={})
     backend, model = engine(context), Model(model_of("0.6B", Path(folder)))
-    ids = backend.encode(model, [f"{i // 8}+{i // 8}=" for i in range(64)])
+    ids = backend.encode(model, PROMPTS)
     draws = Draws(0, tuple(i // 8 for i in range(64)), tuple(i % 8 for i in range(64)))
-    return backend.generate(model, ids, Sampling(tokens), draws)
+    return backend.generate(model, ids, Sampling(tokens, temperature=temperature), draws)
+
+
+def scored(rank: int, folder: str, lengths: list[int], tokens: Any) -> Any:
+    """Return the logprobs of the tokens of those samples, by transformers in bfloat16."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from benchmarks.gpu.shapes import model_of
+    from pipeline import Model
+    from stages.backends.model.build import load_tokenizer
+
+    source = model_of("0.6B", Path(folder))
+    tokenizer = load_tokenizer(Model(source))
+    network = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16).cuda()
+    found = []
+    for prompt, row in zip(PROMPTS, tokens.split(lengths)):
+        ids = torch.cat([torch.tensor(tokenizer(prompt).input_ids), row]).cuda()[None]
+        with torch.no_grad():
+            logprobs = network(input_ids=ids).logits[0, -len(row) - 1 : -1].float().log_softmax(-1)
+        found.append(logprobs.gather(1, row.cuda()[:, None])[:, 0].cpu())
+    return torch.cat(found)

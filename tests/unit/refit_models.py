@@ -1,21 +1,38 @@
-"""Tiny models of four families: their tensors, and the memory of a Megatron rank and a vLLM rank built from them."""
+"""Tiny models of several families: their tensors, and the memory of a Megatron rank and a vLLM rank built from them."""
+
+import re
+from dataclasses import replace
 
 import numpy as np
 
 from pipeline.declare.ranks import RankLayout
 from stages.backends.megatron.names import parameters
 from stages.backends.megatron.parts import Part
-from stages.backends.model.decoder import Decoder
+from stages.backends.model.decoder import Decoder, Dense, Grouped, Latent, Layer, Mixer, Mlp, Sparse
+from stages.backends.model.precision import kept_dtype
 
-COMMON = {"layers": 4, "hidden": 8, "vocab": 131, "heads": 8, "groups": 4, "head_dim": 6, "intermediate": 24}
+GROUPED = Grouped(heads=8, groups=4, head_dim=6)
+DENSE, MIXTURE = Dense(inner=24), Sparse(experts=4, chosen=2, inner=24)
+LATENT = Latent(heads=8, query=10, key_value=6, plain=4, rotary=2, value=6)
+SIGMOID = replace(MIXTURE, sigmoid=True, shared=16)
+
+
+def decoder(*layers: Layer, tied: bool) -> Decoder:
+    return Decoder(layers=layers, hidden=8, vocab=131, tied=tied)
+
+
+def layer(mixer: Mixer, mlp: Mlp = DENSE) -> Layer:
+    return Layer(mixer=mixer, mlp=mlp)
+
+
 FAMILIES = {
-    "llama": Decoder(**COMMON, tied=False, qkv_bias=False, qk_norm=False),
-    "qwen2": Decoder(**COMMON, tied=True, qkv_bias=True, qk_norm=False),
-    "qwen3": Decoder(**COMMON, tied=True, qkv_bias=False, qk_norm=True),
-    "qwen3_moe": Decoder(**COMMON, tied=False, qkv_bias=False, qk_norm=True, experts=4, chosen=2),
-    "qwen2, uneven": Decoder(
-        **COMMON | {"layers": 3, "groups": 1, "head_dim": 8}, tied=True, qkv_bias=True, qk_norm=False
-    ),
+    "llama": decoder(*[layer(GROUPED)] * 4, tied=False),
+    "qwen2": decoder(*[layer(replace(GROUPED, bias=True))] * 4, tied=True),
+    "qwen3": decoder(*[layer(replace(GROUPED, norm=True))] * 4, tied=True),
+    "qwen3_moe": decoder(*[layer(replace(GROUPED, norm=True), MIXTURE)] * 4, tied=False),
+    "qwen2, uneven": decoder(*[layer(replace(GROUPED, groups=1, head_dim=8, bias=True))] * 3, tied=True),
+    "glm4_moe": decoder(layer(GROUPED), *[layer(replace(GROUPED, bias=True, norm=True), SIGMOID)] * 2, tied=False),
+    "deepseek_v3": decoder(layer(LATENT), layer(LATENT, SIGMOID), layer(replace(LATENT, query=0), SIGMOID), tied=False),
 }
 
 
@@ -47,14 +64,24 @@ def fits(family: str, training: str) -> bool:
     return FAMILIES[family].experts > 0 or "EP" not in training.replace("ETP", "EP")
 
 
+def unit(dtype: str) -> type:
+    """Return the integers that stand for numbers of a dtype; "" is a dtype of two bytes."""
+    return np.uint32 if dtype == "float32" else np.uint16
+
+
+def size(buffer: str, shape: tuple[int, ...]) -> int:
+    """Return the bytes of a buffer of a vLLM rank."""
+    return int(np.prod(shape)) * unit(kept_dtype(buffer))().itemsize
+
+
 def folder(decoder: Decoder) -> dict[str, np.ndarray]:
     """Return distinct values for every tensor, by its Hugging Face name."""
     found: dict[str, np.ndarray] = {}
     for parameter in parameters(decoder, Part()).values():
         for piece in parameter.pieces:
             if piece.name not in found:
-                size = int(np.prod(piece.shape))
-                found[piece.name] = (np.arange(size) + 7919 * len(found)).astype(np.uint16).reshape(piece.shape)
+                values = np.arange(int(np.prod(piece.shape))) + 7919 * len(found)
+                found[piece.name] = values.astype(unit(parameter.dtype)).reshape(piece.shape)
     return found
 
 
@@ -62,41 +89,45 @@ def trained(decoder: Decoder, part: Part, model: dict[str, np.ndarray]) -> dict[
     """Return a Megatron rank's memory after loading a model folder."""
     memory = {}
     for name, parameter in parameters(decoder, part).items():
-        memory[name] = np.full(parameter.shape, 0xDEAD, np.uint16)
+        memory[name] = np.full(parameter.shape, 0xDEAD, unit(parameter.dtype))
         for piece in parameter.pieces:
             memory[name][piece.inside] = model[piece.name][piece.box]
     return memory
 
 
 def served(decoder: Decoder, rank: int, ranks: int, model: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return a vLLM rank's memory after loading a folder; reimplements vLLM's slicing. Padding is poison."""
+    """Return a vLLM rank's memory after loading a folder, but for latent attention, whose weights have no place;
+    reimplements vLLM's slicing. Padding is poison."""
     share = -(-decoder.vocab // 64) * 64 // ranks
-    kept = 1 if decoder.groups < ranks else decoder.groups // ranks
-    first = rank // (ranks // decoder.groups) if decoder.groups < ranks else rank * kept
-
-    def rows(tensor: np.ndarray, start: int, stop: int) -> np.ndarray:
-        return tensor[start * decoder.head_dim : stop * decoder.head_dim]
 
     def part(tensor: np.ndarray, axis: int) -> np.ndarray:
         return np.split(tensor, ranks, axis)[rank]
 
     memory = {}
     for name, tensor in model.items():
+        number = re.search(r"layers\.(\d+)\.", name)
+        mixer = decoder.layers[int(number[1])].mixer if number else None
+        if isinstance(mixer, Latent) and ".self_attn." in name:
+            continue
         if name.endswith(("embed_tokens.weight", "lm_head.weight")):
             memory[name] = np.full((share, decoder.hidden), 0xEEEE, np.uint16)
             mine = tensor[share * rank : share * (rank + 1)]
             memory[name][: len(mine)] = mine
-        elif name.endswith("norm.weight") or name.endswith("mlp.gate.weight"):
+        elif name.endswith(("norm.weight", "mlp.gate.weight", "correction_bias")):
             memory[name] = tensor
         elif ".q_proj." in name:
-            per = decoder.heads // ranks
-            keys, values = (model[name.replace(".q_proj.", f".{letter}_proj.")] for letter in "kv")
-            queries = rows(tensor, per * rank, per * (rank + 1))
-            own = [queries, rows(keys, first, first + kept), rows(values, first, first + kept)]
-            memory[name.replace(".q_proj.", ".qkv_proj.")] = np.concatenate(own)
+            assert isinstance(mixer, Grouped)
+            kept = 1 if mixer.groups < ranks else mixer.groups // ranks
+            first = rank // (ranks // mixer.groups) if mixer.groups < ranks else rank * kept
+            queries, keys, values = (
+                model[name.replace(".q_proj.", f".{letter}_proj.")].reshape(heads, mixer.head_dim, *tensor.shape[1:])
+                for letter, heads in zip("qkv", (mixer.heads, mixer.groups, mixer.groups))
+            )
+            own = [part(queries, 0), keys[first : first + kept], values[first : first + kept]]
+            memory[name.replace(".q_proj.", ".qkv_proj.")] = np.concatenate(own).reshape(-1, *tensor.shape[1:])
         elif "o_proj" in name or ("down_proj" in name and ".experts." not in name):
             memory[name] = part(tensor, 1)
-        elif name.endswith("mlp.gate_proj.weight"):
+        elif name.endswith(("mlp.gate_proj.weight", "shared_experts.gate_proj.weight")):
             up = model[name.replace("gate_proj", "up_proj")]
             memory[name.replace("gate_proj", "gate_up_proj")] = np.concatenate([part(tensor, 0), part(up, 0)])
         elif ".experts.0.gate_proj" in name:

@@ -8,7 +8,14 @@ import sys
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from ops.flops import Transformer, model_flops, peak_tflops
 
@@ -128,13 +135,70 @@ def test_a_mixture_is_what_torch_counts(length, kept, training):
     assert ours == counted(length, kept, training, Qwen3MoeForCausalLM(mixture))
 
 
+ROUTED = {
+    "intermediate_size": 80,
+    "moe_intermediate_size": 48,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "attn_implementation": "eager",
+    "experts_implementation": "eager",
+}
+LATENT = {"kv_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 20, "num_key_value_heads": 4}
+
+
+@pytest.mark.parametrize(
+    ("family", "config"),
+    [
+        ("glm4_moe", {}),
+        ("deepseek_v3", LATENT | {"q_lora_rank": 40}),
+        ("deepseek_v3", LATENT | {"q_lora_rank": None}),
+    ],
+)
+def test_dense_layers_shared_experts_and_latent_attention_are_what_torch_counts(family, config):
+    same = {name: getattr(CONFIG, name) for name in SAME if family == "glm4_moe" or name != "head_dim"}
+    made = AutoConfig.for_model(family, **same | ROUTED | config)
+    model = AutoModelForCausalLM.from_config(made)
+    shape = Transformer.of(made.to_dict())
+    for training in (False, True):
+        ours = model_flops(shape, [40], training=training, logits=[10], causal=False)
+        assert ours == counted(40, 10, training, model)
+    held = sum(p.numel() for name, p in model.named_parameters() if p.dim() > 1 and "embed" not in name)
+    assert shape.layers * shape.attention_weights + shape.mlp_weights(6) + shape.logit_weights == held
+
+
+def test_a_published_mixture_with_latent_attention():
+    """DeepSeek-V3 has 671 B weights, 37 B per token (arXiv 2412.19437, abstract), with its output embedding."""
+    sizes = {
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+    }
+    experts = {"n_routed_experts": 256, "num_experts_per_tok": 8, "n_shared_experts": 1, "first_k_dense_replace": 3}
+    widths = {"hidden_size": 7168, "intermediate_size": 18432, "moe_intermediate_size": 2048, "vocab_size": 129280}
+    counts = {"num_hidden_layers": 61, "num_attention_heads": 128, "model_type": "deepseek_v3"}
+    shape = Transformer.of(sizes | experts | widths | counts)
+    whole = shape.layers * shape.attention_weights + shape.mlp_weights(256) + 2 * shape.logit_weights
+    assert whole == pytest.approx(671e9, rel=0.001)
+    assert shape.layer_weights + shape.logit_weights == pytest.approx(37e9, rel=0.02)
+
+
 @pytest.mark.parametrize(
     "config, text",
     [
         (CONFIG.to_dict() | {"num_experts": 8}, "8 experts: not a mixture with the same experts"),
         (QWEN3_30B_A3B | {"mlp_only_layers": [0]}, "128 experts: not a mixture"),
         (QWEN3_30B_A3B | {"decoder_sparse_step": 2}, "128 experts: not a mixture"),
-        ({"model_type": "deepseek_v3", "n_routed_experts": 256}, "256 experts: not a mixture"),
+        ({"model_type": "deepseek_v2", "n_routed_experts": 256}, "256 experts: not a mixture"),
+        (
+            {**QWEN3_30B_A3B, "model_type": "deepseek_v3"},
+            "no kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim, v_head_dim",
+        ),
         ({**QWEN3_30B_A3B, "num_experts_per_tok": None}, "no num_experts_per_tok"),
         ({"hidden_size": 4}, "no num_hidden_layers, intermediate_size, num_attention_heads, vocab_size"),
     ],

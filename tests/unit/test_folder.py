@@ -17,6 +17,22 @@ from stages.backends.model.folder import model_folder
 from tests.unit.tiny import QWEN3
 
 MIXTURE = QWEN3 | {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+SHARED = {  # experts routed by sigmoids and a shared one, after a dense layer
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 8,
+    "n_shared_experts": 1,
+    "n_group": 2,
+    "topk_group": 1,
+}
+GLM = QWEN3 | SHARED | {"model_type": "glm4_moe"}
+DEEPSEEK = (
+    {name: value for name, value in QWEN3.items() if name not in ("head_dim", "num_key_value_heads")}
+    | SHARED
+    | {"model_type": "deepseek_v3", "num_key_value_heads": 4, "q_lora_rank": 12, "kv_lora_rank": 8}
+    | {"qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
+)
 POLICY = Model("a tiny/policy", config=QWEN3, alphabet="0123456789abc")
 
 

@@ -18,7 +18,7 @@ from stages.backends import backend_problems, model_problems
 from stages.backends.model.build import load_network, load_tokenizer
 from stages.backends.model.folder import model_folder
 from stages.backends.torch.reward_model import open_reward_model
-from tests.unit.test_folder import MIXTURE, POLICY
+from tests.unit.test_folder import DEEPSEEK, GLM, MIXTURE, POLICY
 from tests.unit.tiny import QWEN3
 
 CODE = """from pathlib import Path
@@ -242,7 +242,10 @@ def test_weights_that_are_not_those_of_the_config_are_refused(copied, change, sa
     assert len(found) == bool(says) and all(re.search(says, text) for text in found), found
 
 
-@pytest.mark.parametrize("family", [QWEN3, MIXTURE, {**QWEN3, "model_type": "llama"}, {**QWEN3, "model_type": "qwen2"}])
+@pytest.mark.parametrize(
+    "family",
+    [QWEN3, MIXTURE, GLM, DEEPSEEK, {**QWEN3, "model_type": "llama"}, {**QWEN3, "model_type": "qwen2"}],
+)
 @pytest.mark.parametrize("change", [{}, {"head_dim": ...}])
 def test_what_transformers_writes_is_not_refused(tmp_path: Path, family: dict, change: dict) -> None:
     """Also where a config leaves numbers to the family."""
@@ -252,6 +255,21 @@ def test_what_transformers_writes_is_not_refused(tmp_path: Path, family: dict, c
     configured(**change)(folder)
     assert not list(model_problems(Model(str(folder))))
     load(Model(str(folder)))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"v_head_dim": 8}, r"0.self_attn.kv_b_proj.weight has the shape .*asks for .*v_head_dim=8"),
+        ({"kv_lora_rank": 4}, r"0.self_attn.kv_a_proj_with_mqa.weight has the shape"),
+        ({"first_k_dense_replace": 2}, r"its weights have no model.layers.1.mlp.gate_proj.weight"),
+    ],
+)
+def test_latent_attention_and_the_layers_before_a_mixture_are_checked(tmp_path: Path, change: dict, says: str) -> None:
+    folder = model_folder(Model("a", config=DEEPSEEK, alphabet="0123"), tmp_path)
+    configured(**change)(folder)
+    (problem,) = model_problems(Model(str(folder)))
+    assert re.search(says, str(problem))
 
 
 @pytest.mark.parametrize("backend", ["vllm", "megatron"])

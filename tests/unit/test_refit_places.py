@@ -13,7 +13,7 @@ from stages.backends.megatron.parts import Part
 from stages.backends.model.decoder import Decoder
 from stages.backends.model.experts import of_expert
 from stages.backends.vllm import places as vllm
-from tests.unit.refit_models import FAMILIES, ITEM, SERVING, TRAINING, fits, folder, served, trained
+from tests.unit.refit_models import FAMILIES, ITEM, SERVING, TRAINING, fits, folder, served, size, trained
 from tests.unit.test_refit_plan import carry_out
 
 CASES = [
@@ -29,14 +29,14 @@ def differing(decoder: Decoder, parts: list[Part], of: list[int], ranks: int, de
     source = Layout(destination.tensors, [megatron.places(decoder, part, ITEM) for part in parts])
     given = [{name: a.view(np.uint8).ravel() for name, a in trained(decoder, p, model).items()} for p in parts]
     shapes = vllm.shapes(decoder, ranks)
-    taken = [{name: np.full(int(np.prod(shape)) * ITEM, 0xEE, np.uint8) for name, shape in shapes.items()} for _ in of]
+    taken = [{name: np.full(size(name, shape), 0xEE, np.uint8) for name, shape in shapes.items()} for _ in of]
     carry_out(build(source, destination, segment_bytes=512), given, taken)
     found = set()
     for rank, memory in zip(of, taken):
         wanted = served(decoder, rank, ranks, model)
         assert {name: array.shape for name, array in wanted.items()} == shapes
         for name, array in wanted.items():
-            if (memory[name].view(np.uint16).reshape(shapes[name]) != array).any():
+            if (memory[name].view(array.dtype).reshape(shapes[name]) != array).any():
                 found.add(name)
     return found
 
@@ -48,6 +48,7 @@ def test_vllm_gets_what_its_own_loader_would_have_made(family: str, training: st
     assert {of_expert(name)[0] for name in folder(decoder)} == tensors.keys()
     of = [rank for _ in range(replicas) for rank in range(ranks)]
     destination = Layout(tensors, [vllm.places(decoder, rank, ranks, ITEM) for rank in of])
+    assert vllm.tensors(decoder, "bfloat16").items() <= tensors.items()
     assert differing(decoder, parts, of, ranks, destination) == set()
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 def adapter_parameters(base: Mapping[str, Parameter], lora: LoRA) -> dict[str, Parameter]:
     """The adapter's parameters on the rank that has the parameters `base`. `lora` lists its targets. Where ranks divide
-    a layer's outputs, they divide the rows of B in the same way; where inputs, the columns of A."""
+    a layer's outputs, they divide the rows of B in the same way; where inputs, the columns of A; otherwise neither."""
     made: dict[str, Parameter] = {}
     for name, parameter in base.items():
         for tensor in dict.fromkeys(piece.name for piece in parameter.pieces):
@@ -35,5 +35,6 @@ def adapter_parameters(base: Mapping[str, Parameter], lora: LoRA) -> dict[str, P
             width = inputs if columns is None else columns[1] - columns[0]
             path = f"{name.removesuffix('.weight')}.adapter.targets.{end}"
             made[f"{path}.{A}"] = type(parameter)((lora.rank, width), (a,), None if columns is None else 1)
-            made[f"{path}.{B}"] = type(parameter)((taken, lora.rank), tuple(rows), 0 if columns is None else None)
+            divided = 0 if parameter.divided == 0 else None
+            made[f"{path}.{B}"] = type(parameter)((taken, lora.rank), tuple(rows), divided)
     return made

@@ -1,11 +1,14 @@
 """Low-rank adapters beside Megatron-core's divided layers, so that ranks together compute what one rank does.
 
-    attach(network, lora, seed=0)          # freezes the network; from then on `parameters` names the adapter's tensors
+    attach(network, lora, family="qwen3", seed=0, where="graph.py:7")
+
+That freezes the network; from then on its table names the adapter's tensors.
 
 A layer that divides its outputs (queries, keys, values, gate, up) has A whole on every rank and its rows of B; one that
-divides its inputs has its columns of A and B whole. What a rank computes of the small product A x is exchanged along
-the sequence, as Megatron-core exchanges the layer's own. Gradients of whole matrices, which each rank has for its share
-of the sequence, are summed over the ranks by Megatron-core (`sequence_parallel`).
+divides its inputs has its columns of A and B whole; one that every rank holds, of latent attention, has both whole.
+What a rank computes of the small product A x is exchanged along the sequence, as Megatron-core exchanges the layer's
+own. Gradients of whole matrices, which each rank has for its share of the sequence, are summed over the ranks by
+Megatron-core (`sequence_parallel`).
 
 Legend: S positions, N samples, I inputs, R rank of the adapter, O outputs, all of this rank.
 """
@@ -27,6 +30,7 @@ from torch import nn
 from torch.nn import functional
 
 from stages.backends.megatron.names import Parameter, parameters
+from stages.backends.megatron.parts import Part
 from stages.backends.model.adapters import first_a
 from stages.lora import A, B, LoRA
 
@@ -48,7 +52,7 @@ class LayerAdapter(nn.Module):
     """The adapters of one layer of Megatron-core, which may hold several layers of the model, interleaved.
 
     `rows` are the runs of its outputs: of which target each is, None without one, and its length. `divides_inputs` is
-    whether tensor-parallel ranks divide inputs instead of outputs; `group` is theirs, None for a single one.
+    whether tensor-parallel ranks divide inputs instead of outputs; `group` is theirs, None if they divide neither.
     """
 
     def __init__(
@@ -83,12 +87,14 @@ class LayerAdapter(nn.Module):
         return self.scaling * torch.cat(found, dim=-1)
 
 
-def attach(network: Network, lora: LoRA, *, seed: int) -> None:
-    """Freeze the network and give its layers adapters, in place. `lora` lists its targets."""
+def attach(network: Network, lora: LoRA, *, family: str, seed: int, where: str) -> None:
+    """Freeze the network and give its layers adapters, in place. Raises StageError for a target that no layer of the
+    model, which is of this family (`model_type`), has."""
+    whole, base = parameters(network.shape, Part()), network.table
+    names = sorted({_end(piece.name) for each in whole.values() if not each.expert for piece in each.pieces})
     network.requires_grad_(False)
-    base = parameters(network.shape, network.part)
-    network.shape = replace(network.shape, lora=lora)
-    table = parameters(network.shape, network.part)
+    network.shape = replace(network.shape, lora=replace(lora, targets=lora.layers(family, names, where)))
+    network.table = table = parameters(network.shape, network.part)
     group = network.groups.process.tp if network.part.tensors > 1 else None
     kind = {"device": network.groups.device, "dtype": network.config.params_dtype}
     for name, parameter in base.items():
@@ -105,7 +111,11 @@ def attach(network: Network, lora: LoRA, *, seed: int) -> None:
             ends = [(_end(piece.name), piece.rows[1] - piece.rows[0]) for piece in pieces]
             rows = [(end if end in targets else None, count) for end, count in ends]
             layer.adapter = LayerAdapter(
-                targets, rows, lora.scaling, divides_inputs=parameter.divided == 1, group=group
+                targets,
+                rows,
+                lora.scaling,
+                divides_inputs=parameter.divided == 1,
+                group=None if parameter.divided is None else group,
             )
             layer.register_forward_hook(_add)
 
@@ -123,14 +133,15 @@ def without(network: Network) -> Iterator[None]:
             adapter.is_on = True
 
 
-def _add(layer: Any, given: tuple[torch.Tensor, ...], made: tuple[torch.Tensor, Any]) -> tuple[torch.Tensor, Any]:
-    """Add what the adapters do, after a layer has computed."""
+def _add(layer: Any, given: tuple[torch.Tensor, ...], made: Any) -> Any:
+    """Add what the adapters do, after a layer has computed: its outputs, or these and a bias that was not added."""
     if not layer.adapter.is_on:
         return made
     x_SNI = given[0]
     if (norm := getattr(layer, "layer_norm_weight", None)) is not None:  # of Transformer Engine, inside the layer
         x_SNI = functional.rms_norm(x_SNI, norm.shape, norm, layer.eps)
-    return made[0] + layer.adapter(x_SNI), made[1]
+    added = layer.adapter(x_SNI)
+    return made + added if isinstance(made, torch.Tensor) else (made[0] + added, made[1])
 
 
 @torch.no_grad()

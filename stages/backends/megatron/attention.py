@@ -20,7 +20,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from torch.nn.attention.varlen import varlen_attn
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from stages.backends.megatron.copies import gathered, with_copies
 from stages.backends.megatron.microbatches import SharedRow
@@ -84,7 +84,9 @@ class CausalAttention(MegatronModule):
         self, query_S1HD: torch.Tensor, key_S1GD: torch.Tensor, value_S1GD: torch.Tensor, packed: PackedSeqParams
     ) -> torch.Tensor:
         """One kernel over all samples of the row; it needs as many key-value heads as query heads."""
-        repeat = query_S1HD.shape[2] // key_S1GD.shape[2]
+        repeat, size = query_S1HD.shape[2] // key_S1GD.shape[2], value_S1GD.shape[-1]
+        if size < key_S1GD.shape[-1]:  # the kernel has one size for keys and values
+            value_S1GD = pad(value_S1GD, (0, key_S1GD.shape[-1] - size))
 
         def attend(key_KHD: torch.Tensor, value_KHD: torch.Tensor) -> torch.Tensor:
             made_SHD: Any = varlen_attn(
@@ -101,7 +103,7 @@ class CausalAttention(MegatronModule):
             return made_SHD[:, None]
 
         key_SHD, value_SHD = (each[:, 0].repeat_interleave(repeat, 1) for each in (key_S1GD, value_S1GD))
-        return self._by_kernel(attend, key_SHD, value_SHD, packed)
+        return self._by_kernel(attend, key_SHD, value_SHD, packed)[..., :size]
 
     def _by_kernel(
         self,
@@ -174,4 +176,4 @@ def _by_engine(
         _LastKeys.padding_causal_bottom_right if isinstance(packed, SharedRow) else AttnMaskType.padding_causal,
         packed_seq_params=replace(packed, qkv_format="thd"),
     )
-    return made.reshape(len(made), 1, *query_SHD.shape[1:])
+    return made.reshape(len(made), 1, query_SHD.shape[1], -1)  # values may have another size

@@ -53,10 +53,9 @@ def described(network: Network, counters: dict[str, int]) -> dict[str, Any]:
 
 def state(network: Network, optimizer: MegatronOptimizer) -> Iterator[tuple[str, torch.Tensor]]:
     """What this rank writes, keyed by `kind:name:start` (the plain name), on the tensors' device."""
-    groups, table = network.groups, parameters(network.shape, network.part)
-    plain = plain_names(network.shape, network.part)
-    for name, parameter in _trained(network):
-        if groups.is_first(experts=table[name].expert):
+    groups, plain = network.groups, plain_names(network.shape, network.part)
+    for name, parameter in network.weights.items():
+        if groups.is_first(experts=network.table[name].expert):
             yield f"{_WEIGHT}:{plain[name]}:0", parameter.reshape(-1)
     for name, start, found in shares(network, optimizer):
         for kind, share in found.items():
@@ -86,18 +85,13 @@ def read(folder: Path, network: Network, optimizer: MegatronOptimizer) -> dict[s
     _check_layout(folder, written["layout"], network)
     with ExitStack() as stack:
         found, plain = _FoundShares(folder, written["layout"], network, stack), plain_names(network.shape, network.part)
-        for name, parameter in _trained(network):
+        for name, parameter in network.weights.items():
             found.fill(_WEIGHT, plain[name], 0, parameter.detach().view(-1))
         for name, start, held in shares(network, optimizer):
             for kind, share in held.items():
                 found.fill(kind, plain[name], start, share)
     _set_steps(optimizer, written["counters"]["updates"] - written["counters"]["skipped"])
     return written["counters"]
-
-
-def _trained(network: Network) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """The parameters that training changes: all, or those of an adapter."""
-    return ((name, parameter) for name, parameter in network.named_parameters() if parameter.requires_grad)
 
 
 def _set_steps(optimizer: Any, steps: int) -> None:

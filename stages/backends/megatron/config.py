@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from megatron.core.transformer import TransformerConfig
 from torch.nn.functional import silu
@@ -11,7 +13,7 @@ from stages.backends.megatron.division import division_problems
 from stages.backends.megatron.fused import Fused
 from stages.backends.megatron.groups import Groups
 from stages.backends.megatron.parts import stage_layers
-from stages.backends.model.decoder import Decoder
+from stages.backends.model.decoder import Decoder, Dense, Grouped, Latent, Sparse
 
 
 def transformer_config(
@@ -22,38 +24,21 @@ def transformer_config(
     if problems := list(divided):
         raise StageError(*problems)
     on_cpu = groups.device.type == "cpu"
-    mixture = (
-        {
-            "num_moe_experts": decoder.experts,
-            "moe_ffn_hidden_size": decoder.intermediate,
-            "moe_router_topk": decoder.chosen,
-            "moe_router_pre_softmax": not decoder.renormalise,
-            "moe_router_load_balancing_type": "none",
-            "moe_token_dispatcher_type": "allgather" if on_cpu else "alltoall",
-        }
-        if decoder.experts
-        else {}
-    )
     made = TransformerConfig(
-        num_layers=decoder.layers,
+        num_layers=len(decoder.layers),
         hidden_size=decoder.hidden,
-        num_attention_heads=decoder.heads,
-        num_query_groups=decoder.groups,
-        kv_channels=decoder.head_dim,
-        ffn_hidden_size=decoder.intermediate,
+        **_parts(decoder, on_cpu=on_cpu),
         normalization="RMSNorm",
         layernorm_epsilon=decoder.eps,
         gated_linear_unit=True,
         activation_func=silu,
         add_bias_linear=False,
-        add_qkv_bias=decoder.qkv_bias,
-        qk_layernorm=decoder.qk_norm,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         tensor_model_parallel_size=groups.layout.tensor,
         pipeline_model_parallel_size=groups.layout.pipeline,
         context_parallel_size=groups.layout.context,
-        pipeline_model_parallel_layout=_stages(decoder.layers, groups.layout.pipeline),
+        pipeline_model_parallel_layout=_stages(len(decoder.layers), groups.layout.pipeline),
         expert_model_parallel_size=groups.expert,
         expert_tensor_parallel_size=groups.expert_tensor,
         sequence_parallel=groups.layout.tensor > 1,  # a mixture requires it; it saves activations in any case
@@ -69,11 +54,40 @@ def transformer_config(
         bias_dropout_fusion=False,
         apply_rope_fusion=fused.rope,
         persist_layer_norm=False,
-        **mixture,
     )
     # Megatron-core refuses this with the allgather dispatcher, as lengths may differ; here ranks agree on one.
     made.variable_seq_lengths = True
     return made
+
+
+def _parts(decoder: Decoder, *, on_cpu: bool) -> dict[str, Any]:
+    """Sizes of the parts of layers. Megatron-core has one configuration for all layers, with the sizes of each kind."""
+    found: dict[str, Any] = {}
+    for part in (*decoder.mixers, *decoder.mlps):
+        match part:
+            case Grouped():
+                found |= {
+                    "num_attention_heads": part.heads,
+                    "num_query_groups": part.groups,
+                    "kv_channels": part.head_dim,
+                    "add_qkv_bias": part.bias,
+                    "qk_layernorm": part.norm,
+                }
+            case Latent():
+                found |= {"num_attention_heads": part.heads, "kv_channels": part.plain + part.rotary}
+            case Dense():
+                found |= {"ffn_hidden_size": part.inner}
+            case Sparse():
+                found |= {
+                    "num_moe_experts": part.experts,
+                    "moe_ffn_hidden_size": part.inner,
+                    "moe_shared_expert_intermediate_size": part.shared or None,
+                    "moe_router_topk": part.chosen,
+                    "moe_router_pre_softmax": not part.renormalised,
+                    "moe_router_load_balancing_type": "none",
+                    "moe_token_dispatcher_type": "allgather" if on_cpu else "alltoall",
+                }
+    return found
 
 
 def _stages(layers: int, stages: int) -> list[list[str]] | None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pipeline.declare.ranks import RankLayout
 from pipeline.errors import Problem
 from stages.backends.megatron.names import qkv_rows
-from stages.backends.model.decoder import Decoder
+from stages.backends.model.decoder import Decoder, Dense, Grouped, Latent, Mixer, Sparse
 
 _LARGEST_HEAD = 128  # tried with Transformer Engine 2.20.2; larger heads were not
 
@@ -17,20 +17,31 @@ def division_problems(
 ) -> Iterator[Problem]:
     """Yield why ranks with this layout cannot divide the decoder. `expert` ranks divide the experts of a mixture, and
     `expert_tensor` each expert."""
-    of_mlp = ("expert_tensor_parallel", expert_tensor) if decoder.experts else ("tensor_parallel", layout.tensor)
-    yield from _uneven(decoder.heads, "attention heads", "tensor_parallel", layout.tensor, where)
-    yield from _uneven(decoder.intermediate, "intermediate_size", *of_mlp, where)
-    yield from _uneven(decoder.experts, "experts", "expert_parallel", expert, where)
-    yield from _key_values(decoder, layout.tensor, where)
-    if layout.pipeline > decoder.layers:
+    by_tensor, layers = ("tensor_parallel", layout.tensor), len(decoder.layers)
+    for part in (*decoder.mixers, *decoder.mlps):
+        match part:
+            case Grouped():
+                yield from _uneven(part.heads, "attention heads", *by_tensor, where)
+                yield from _key_values(part, layout.tensor, where)
+            case Latent():
+                yield from _uneven(part.heads, "attention heads", *by_tensor, where)
+            case Dense():
+                yield from _uneven(part.inner, "intermediate_size", *by_tensor, where)
+            case Sparse():
+                by_expert_tensor = ("expert_tensor_parallel", expert_tensor)
+                yield from _uneven(part.inner, "intermediate_size of experts", *by_expert_tensor, where)
+                yield from _uneven(part.shared, "intermediate_size of shared experts", *by_tensor, where)
+                yield from _uneven(part.experts, "experts", "expert_parallel", expert, where)
+    if layout.pipeline > layers:
         yield Problem(
             where=where,
-            what=f"pipeline_parallel={layout.pipeline}, and the model has {decoder.layers} layers",
+            what=f"pipeline_parallel={layout.pipeline}, and the model has {layers} layers",
             why="each pipeline stage needs a layer",
-            fix=f"pipeline_parallel={decoder.layers} or less",
+            fix=f"pipeline_parallel={layers} or less",
         )
     if layout.context > 1:
-        yield from _attention(decoder, layout.context, where)
+        for mixer in decoder.mixers:
+            yield from _attention(mixer, layout.context, where)
     if not decoder.experts:
         yield from _no_experts("expert_parallel", expert, 1, where)
         yield from _no_experts("expert_tensor_parallel", expert_tensor, layout.tensor, where)
@@ -47,17 +58,17 @@ def _uneven(number: int, what: str, by: str, ranks: int, where: str) -> Iterator
         )
 
 
-def _key_values(decoder: Decoder, tensor: int, where: str) -> Iterator[Problem]:
+def _key_values(mixer: Grouped, tensor: int, where: str) -> Iterator[Problem]:
     """Why tensor-parallel ranks cannot share the key-value heads."""
-    rows = qkv_rows(decoder)
-    if decoder.groups % tensor and tensor % decoder.groups:
+    rows = qkv_rows(mixer)
+    if mixer.groups % tensor and tensor % mixer.groups:
         yield Problem(
             where=where,
-            what=f"tensor_parallel={tensor}, and the model has {decoder.groups} key-value heads",
+            what=f"tensor_parallel={tensor}, and the model has {mixer.groups} key-value heads",
             why="each rank computes with whole key-value heads, or equally many ranks share one",
-            fix=f"use a divisor or a multiple of {decoder.groups}",
+            fix=f"use a divisor or a multiple of {mixer.groups}",
         )
-    elif rows % tensor and not decoder.heads % tensor:
+    elif rows % tensor and not mixer.heads % tensor:
         yield Problem(
             where=where,
             what=f"tensor_parallel={tensor} does not divide the {rows} rows of the model's queries, keys and values",
@@ -66,12 +77,13 @@ def _key_values(decoder: Decoder, tensor: int, where: str) -> Iterator[Problem]:
         )
 
 
-def _attention(decoder: Decoder, context: int, where: str) -> Iterator[Problem]:
+def _attention(mixer: Mixer, context: int, where: str) -> Iterator[Problem]:
     """Why Transformer Engine's attention cannot take the heads of a sliced sample."""
-    if decoder.head_dim % 8 or decoder.head_dim > _LARGEST_HEAD:
+    size = mixer.plain + mixer.rotary if isinstance(mixer, Latent) else mixer.head_dim
+    if size % 8 or size > _LARGEST_HEAD:
         yield Problem(
             where=where,
-            what=f"context_parallel={context}, and the model has heads of size {decoder.head_dim}",
+            what=f"context_parallel={context}, and the model has heads of size {size}",
             why="Transformer Engine trains packed rows over several ranks with heads whose size is a multiple of 8, at "
             f"most {_LARGEST_HEAD}",
             fix="context_parallel=1, or tensor_parallel, which divides heads",

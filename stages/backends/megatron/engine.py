@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -30,11 +30,10 @@ from stages.backends.megatron.config import transformer_config
 from stages.backends.megatron.folder import copy_description, fill, gathered, write
 from stages.backends.megatron.groups import Groups, join
 from stages.backends.megatron.learner import MegatronLearner
-from stages.backends.megatron.names import parameters
 from stages.backends.megatron.network import Network
 from stages.backends.megatron.passes import score
 from stages.backends.megatron.places import places, tensors
-from stages.backends.model.decoder import Decoder
+from stages.backends.model.families import decoder_of
 from stages.backends.model.folder import base_of, model_folder, write_adapter_description
 from stages.backends.model.places import Placed
 from stages.backends.model.text import identity
@@ -63,7 +62,7 @@ class _Loaded:
         """The tensors and places of a refit, which do not change."""
         network, dtype = self.network, self.network.config.params_dtype
         own = places(network.shape, network.part, dtype.itemsize)
-        return tensors(network.shape, str(dtype).removeprefix("torch.")), own, dict(network.named_parameters())
+        return tensors(network.shape, str(dtype).removeprefix("torch.")), own, network.weights
 
 
 class MegatronEngine(BaseTrainer):
@@ -132,29 +131,29 @@ class MegatronEngine(BaseTrainer):
             folder = model_folder(key, self.run_dir)
             entries = AutoConfig.from_pretrained(folder, trust_remote_code=False).to_dict()
             where = f"{model.location}, model {model.source!r}"
-            decoder = Decoder.of(entries, where)
+            decoder = decoder_of(entries, where)
             with self.groups.computing():
                 kernels = fused.fused_on(self.groups)
                 config = transformer_config(decoder, self.groups, self.dtype, where, kernels)
                 network = Network(decoder, config, self.groups, kernels).to(self.groups.device)
-            fill(dict(network.named_parameters()), parameters(decoder, network.part), folder)
+            fill(network.weights, network.table, folder)
             if key.lora is not None:
-                attach(network, replace(key.lora, targets=key.lora.layers(entries["model_type"])), seed=key.seed)
+                attach(network, key.lora, family=entries["model_type"], seed=key.seed, where=where)
             self._loaded[key] = _Loaded(folder, entries, network)
         return self._loaded[key]
 
     def _gathered(self, model: Model) -> Iterator[tuple[str, torch.Tensor]]:
         network = self.network(model)
-        return gathered(dict(network.named_parameters()), network.shape, self.groups, network.part)
+        return gathered(network.weights, network.shape, self.groups, network.part)
 
     @contextmanager
     def _frozen(self, held: _Loaded) -> Iterator[None]:
         """Inside this context, the network has the weights that it started with."""
-        live = dict(held.network.named_parameters())
+        live = held.network.weights
         if not held.frozen:
             pinned = self.groups.device.type == "cuda"
             held.frozen = {name: torch.empty(p.shape, dtype=p.dtype, pin_memory=pinned) for name, p in live.items()}
-            fill(held.frozen, parameters(held.network.shape, held.network.part), held.folder)
+            fill(held.frozen, held.network.table, held.folder)
         _exchange(live, held.frozen)
         try:
             yield

@@ -78,7 +78,8 @@ def _assembled(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Assemble the tensors of one parameter from its parts, on rank 0."""
     whole: dict[str, torch.Tensor] = {}
-    dtype = next(iter(held.values())).dtype
+    own = parts[0][1].dtype
+    dtype = getattr(torch, own) if own else next(iter(held.values())).dtype
     for holder, parameter in parts:
         if rank == holder:
             part = held[name].detach().to("cpu").contiguous()

@@ -10,9 +10,18 @@ from pipeline.declare.ranks import RankLayout
 from pipeline.errors import Problem, StageError, counted
 from stages.backends import asked
 from stages.backends.megatron.division import division_problems
-from stages.backends.model.decoder import Decoder
+from stages.backends.model.families import decoder_of
 
 ENGINE = "transformer_engine"
+UNSIZED: Mapping[str, Any] = {  # what no division depends on, where a config leaves it to its family
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "vocab_size": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.0,
+    "n_group": 1,
+    "topk_group": 1,
+}
 
 
 def problems(group: WorkerGroup, where: str) -> Iterator[Problem]:
@@ -42,7 +51,7 @@ def fits(group: WorkerGroup, config: Mapping[str, Any], where: str) -> Iterator[
     expert_tensor = group.expert_tensor_parallel or group.tensor_parallel
     try:
         layout = RankLayout.of(group)
-        decoder = Decoder.of({"rms_norm_eps": 1e-6, "hidden_act": "silu", "vocab_size": 1, **config}, where)
+        decoder = decoder_of({**UNSIZED, **config}, where)
         yield from list(division_problems(decoder, layout, group.expert_parallel, expert_tensor, where))
     except StageError as error:
         yield from error.problems

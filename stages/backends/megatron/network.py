@@ -8,36 +8,26 @@ the vocabulary, D head size.
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
-from typing import Any
+from itertools import chain
 
 import torch
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import (
-    get_gpt_layer_local_spec,
-    get_gpt_layer_with_transformer_engine_spec,
-)
 from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
     set_tensor_model_parallel_attributes,
 )
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.moe.router import TopKRouter
-from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch.nn.functional import linear
-from torch.utils.checkpoint import checkpoint
 
 from ops.context_parallel import whole
 from ops.vocab_parallel import logprobs_and_entropy
-from stages.backends.megatron.attention import CausalAttention, EngineAttention, SlicedAttention
 from stages.backends.megatron.fused import Fused
 from stages.backends.megatron.groups import Groups
+from stages.backends.megatron.layers import block
 from stages.backends.megatron.microbatches import PassRow
 from stages.backends.megatron.names import padded_vocab, parameters
-from stages.backends.megatron.parts import Part, stage_layers
+from stages.backends.megatron.rotary import frequencies
 from stages.backends.model.decoder import Decoder
 
 
@@ -49,7 +39,7 @@ class Network(GPTModel):
         part = replace(groups.part(), fused_norms=fused.layers, grouped_experts=decoder.experts > 0 and fused.experts)
         super().__init__(
             config=config,
-            transformer_layer_spec=_block(decoder, config, part, fused),
+            transformer_layer_spec=block(decoder, config, part, fused),
             vocab_size=padded_vocab(decoder, part.tensors),
             max_sequence_length=0,  # needed for learned positions only
             pre_process=part.stage == 0,
@@ -59,10 +49,10 @@ class Network(GPTModel):
             pg_collection=groups.process,
         )
         self.shape, self.groups, self.part, self.fused = decoder, groups, part, fused
-        self.frequencies_D = rotary_frequencies(decoder).to(groups.device)
+        self.frequencies_D = frequencies(decoder.rope).to(groups.device) if decoder.rope else None
         # Megatron-core marks weights as divided when it initializes them, and biases always. These weights are loaded;
         # without the mark, the gradient norm would count only one rank's part.
-        table = parameters(decoder, part)
+        self.table = table = parameters(decoder, part)
         for name, parameter in self.named_parameters():
             if table[name].expert:
                 # Sum its gradients over the ranks with the same expert (expt_dp). Megatron-core does so only with
@@ -77,13 +67,25 @@ class Network(GPTModel):
         hidden_SNH = None
         if self.pre_process:
             hidden_SNH = self.embedding(input_ids=row.ids_NS, position_ids=row.positions_S)
-        angles_SD = torch.outer(row.positions_S.float(), self.frequencies_D)
         return self.decoder(
             hidden_states=hidden_SNH,
             attention_mask=None,
-            rotary_pos_emb=torch.cat([angles_SD, angles_SD], dim=-1)[:, None, None, :],
+            rotary_pos_emb=self._angles(row),
             packed_seq_params=row.packed,
         )
+
+    def _angles(self, row: PassRow) -> torch.Tensor | None:
+        """Angles of the rotary embedding, [S, 1, 1, D], whose halves are equal."""
+        if self.frequencies_D is None:
+            return None
+        angles_SD = torch.outer(row.positions_S.float(), self.frequencies_D)
+        return torch.cat([angles_SD, angles_SD], dim=-1)[:, None, None, :]
+
+    @property
+    def weights(self) -> dict[str, torch.Tensor]:
+        """What the table names: parameters, and constants that no update changes; with an adapter, that alone."""
+        held = chain(self.named_parameters(), self.named_buffers())
+        return {name: tensor for name, tensor in held if name in self.table}
 
     def logprobs(self, hidden_SNH: torch.Tensor, row: PassRow, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
         """Logprob and entropy of each response token, [R]; on the last stage."""
@@ -119,76 +121,3 @@ class Network(GPTModel):
         """From now on, keep only layer inputs and recompute activations in the backward pass."""
         for layer in self.decoder.layers:
             layer.recomputes = layer.self_attention.core_attention.recomputed = True
-
-
-def rotary_frequencies(decoder: Decoder) -> torch.Tensor:
-    """Rotary frequencies [D / 2], in radians per position, as transformers computes them."""
-    exponent = torch.arange(0, decoder.head_dim, 2, dtype=torch.int64).float() / decoder.head_dim
-    plain = 1.0 / (decoder.rope_base**exponent)
-    if (rope := decoder.rope) is None:
-        return plain
-    wave = 2 * math.pi / plain
-    mix = ((rope.original / wave - rope.low) / (rope.high - rope.low)).clamp(0.0, 1.0)
-    return (1 - mix) * plain / rope.factor + mix * plain
-
-
-class Norm(torch.nn.RMSNorm):
-    """RMSNorm whose gradient Megatron-core sums over sequence-parallel ranks."""
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
-        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-
-
-class Router(TopKRouter):
-    """A router without Transformer Engine, which Megatron-core's gating requires."""
-
-    def gating(self, input: torch.Tensor) -> torch.Tensor:
-        """Returns [..., experts]."""
-        return linear(input, self.weight)
-
-    def _apply_expert_bias(self, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None) -> None:
-        """Does nothing, since no expert has a bias. The base class would compile a function to find that out."""
-
-
-class Layer(TransformerLayer):
-    """A layer that can drop its activations and recompute them."""
-
-    recomputes = False
-
-    def forward(self, *given: Any, **named: Any) -> Any:
-        """Like the base class."""
-        if self.recomputes and torch.is_grad_enabled():
-            return checkpoint(
-                super().forward, *given, use_reentrant=False, preserve_rng_state=False, **named
-            )  # there is no dropout
-        return super().forward(*given, **named)
-
-
-def _block(decoder: Decoder, config: TransformerConfig, part: Part, fused: Fused) -> TransformerBlockSubmodules:
-    """The module specification of one stage's layers."""
-    experts = decoder.experts or None
-    if part.fused_norms:
-        from megatron.core.extensions.transformer_engine import TENorm
-
-        layer = get_gpt_layer_with_transformer_engine_spec(
-            num_experts=experts, moe_grouped_gemm=part.grouped_experts, qk_layernorm=decoder.qk_norm
-        )
-        norm = TENorm
-    else:
-        layer = get_gpt_layer_local_spec(
-            num_experts=experts, moe_grouped_gemm=False, qk_layernorm=decoder.qk_norm, normalization="RMSNorm"
-        )
-        norm = Norm
-        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
-        if decoder.qk_norm:
-            inside = layer.submodules.self_attention.submodules
-            inside.q_layernorm = inside.k_layernorm = Norm
-        if experts:
-            layer.submodules.mlp.submodules.router = Router
-    whole_samples = EngineAttention if fused.attention else CausalAttention
-    attention = SlicedAttention if config.context_parallel_size > 1 else whole_samples
-    layer.submodules.self_attention.submodules.core_attention = attention
-    spec = ModuleSpec(module=Layer, params=layer.params, submodules=layer.submodules)
-    layers = stage_layers(decoder.layers, part.stages)[part.stage]
-    return TransformerBlockSubmodules(layer_specs=[spec] * len(layers), layer_norm=norm)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from math import prod
 
-from ops.refit.layout import Place, Tensor
+from ops.refit.layout import ITEM_BYTES, Place, Tensor
 from stages.backends.megatron.names import parameters
 from stages.backends.megatron.parts import Part
 from stages.backends.model.decoder import Decoder
@@ -22,7 +22,8 @@ def tensors(decoder: Decoder, dtype: str) -> dict[str, Tensor]:
     for parameter in parameters(decoder, Part()).values():
         for piece in parameter.pieces:
             name, expert = of_expert(piece.name)
-            found[name] = Tensor(piece.shape if expert is None else (decoder.experts, *piece.shape), dtype)
+            shape = piece.shape if expert is None else (decoder.experts, *piece.shape)
+            found[name] = Tensor(shape, parameter.dtype or dtype)
     return found
 
 
@@ -30,8 +31,9 @@ def places(decoder: Decoder, part: Part, item_bytes: int) -> list[Place]:
     """The places that a rank holds. Padding belongs to no place."""
     found: list[Place] = []
     for buffer, parameter in parameters(decoder, part).items():
-        row_bytes = item_bytes * prod(parameter.shape[1:])
-        strides = (row_bytes, item_bytes)[: len(parameter.shape)]
+        own_bytes = ITEM_BYTES[parameter.dtype] if parameter.dtype else item_bytes
+        row_bytes = own_bytes * prod(parameter.shape[1:])
+        strides = (row_bytes, own_bytes)[: len(parameter.shape)]
         for piece in parameter.pieces:
             name, expert = of_expert(piece.name)
             box = (piece.rows, *([piece.columns or (0, piece.shape[1])] if len(piece.shape) > 1 else []))

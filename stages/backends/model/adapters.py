@@ -24,8 +24,7 @@ from torch import nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from pipeline import StageError
-from stages.lora import ALL, A, B, LoRA, unknown_target
+from stages.lora import A, B, LoRA
 
 PEFT = "base_model.model."
 CONFIG = "adapter_config.json"
@@ -58,10 +57,7 @@ def attach(network: PreTrainedModel, lora: LoRA, *, seed: int, where: str) -> No
     """Freeze the network and give its layers adapters, in place. Raises StageError for a target that no layer has."""
     network.requires_grad_(False)
     layers = {name: module for name, module in network.named_modules() if type(module) is nn.Linear}
-    wanted = lora.layers(network.config.model_type)
-    ends = sorted({_end(name) for name in layers})
-    if wrong := [name for name in wanted or (ALL,) if name not in ends]:
-        raise StageError(*(unknown_target(name, ends, where) for name in wrong))
+    wanted = lora.layers(network.config.model_type, sorted({_end(name) for name in layers}), where)
     for name, layer in layers.items():
         if _end(name) in wanted:
             parent, _, end = name.rpartition(".")

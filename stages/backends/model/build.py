@@ -24,6 +24,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from pipeline import Model, StageError
 from pipeline.errors import Problem, message_of
+from stages.backends.model.precision import kept_dtype
 from stages.model_files import refuse_code
 
 PAD, EOS = "<pad>", "<eos>"
@@ -55,15 +56,22 @@ def load_network(
     else:
         refuse_code(model)
         try:
-            network = AutoModelForCausalLM.from_pretrained(
-                model.source, dtype=first, attn_implementation="sdpa", **trust(model)
-            )
+            network = AutoModelForCausalLM.from_pretrained(model.source, dtype=first, **trust(model))
         except Exception as error:  # whatever is in the folder
             raise StageError(not_loaded(model, error)) from error
-    network = network.to(device=device, dtype=first).eval()
+    network = convert(network, first, device).eval()
     if model.warm_start is not None:
         model.warm_start.run(network, tokenizer, model.seed)
-    return network.to(dtype)
+    return convert(network, dtype, device)
+
+
+def convert(network: Any, dtype: torch.dtype, device: torch.device) -> Any:
+    """The network on a device and in a dtype, but for tensors that keep their own."""
+    kept = {name: tensor for name, tensor in network.named_buffers() if kept_dtype(name)}
+    network = network.to(device=device, dtype=dtype)
+    for name, tensor in kept.items():
+        network.get_buffer(name).data = tensor.to(device)
+    return network
 
 
 def trust(model: Model) -> dict[str, Any]:
@@ -160,7 +168,7 @@ def build(
         torch.manual_seed(model.seed)
         try:  # the config is the user's
             made = AutoConfig.for_model(config.pop("model_type"), **config)
-            network = auto.from_config(made, attn_implementation="sdpa", dtype=torch.float32)
+            network = auto.from_config(made, dtype=torch.float32)
         except Exception as error:
             raise StageError(_not_built(model, error)) from error
         if embedding_std is not None:

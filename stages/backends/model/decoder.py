@@ -1,18 +1,19 @@
-"""A decoder's dimensions, from a Hugging Face config. Knows which architectures this backend can build; no tensors.
+"""What a decoder-only transformer consists of, layer by layer. Sizes only: no tensors, and no names of weights.
 
-decoder = Decoder.of(config, where="graph.py:7")
+    dense = Layer(mixer=Grouped(heads=32, groups=8, head_dim=128), mlp=Dense(inner=12288))
+    decoder = Decoder(layers=(dense,) * 36, hidden=4096, vocab=151936, tied=False, rope=Rope(base=1e6, dims=128))
+
+A layer has a part that mixes positions, `mixer`, and one that treats each position alone, `mlp`; either may be absent.
+A kind of part is a class here, its rules of names (megatron/rules.py), its sizes and modules (megatron/config.py and
+layers.py) and its places (vllm/places.py). `families.py` reads Hugging Face configs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeAlias
 
-from pipeline.errors import Problem, StageError
 from stages.lora import LoRA
-
-FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,111 +28,146 @@ class Llama3Rope:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Decoder:
-    """A Llama-style decoder-only transformer.
+class Yarn:
+    """YaRN's scaling of rotary frequencies (arXiv 2309.00071; transformers, modeling_rope_utils).
 
-    layers, hidden, vocab      number of blocks, hidden size, vocabulary size
-    heads, groups, head_dim    query heads, key-value heads, size of each
-    intermediate               of the MLP; of one expert in a mixture
-    tied                       whether input and output embeddings are tied
-    qkv_bias, qk_norm          whether QKV has a bias; whether queries and keys are normalized
-    experts, chosen            experts of a mixture, and experts per token; 0 is a dense decoder
-    renormalise                whether the weights of the chosen experts are normalized to 1
-    eps, rope_base, rope       of the norms; of the rotary embedding
-    lora                       the adapter that is trained in its place
+    Frequencies of dimensions that turn less than `slow` times in `original` positions are divided by `factor`, those
+    that turn more than `fast` times stay, and those in between are interpolated; `truncated` rounds these bounds to
+    whole dimensions. `amplitude` multiplies cosines and sines.
     """
 
-    layers: int
-    hidden: int
-    vocab: int
+    factor: float
+    original: int
+    fast: float
+    slow: float
+    amplitude: float
+    truncated: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rope:
+    """Rotary embedding of the first `dims` dimensions of a head (arXiv 2104.09864)."""
+
+    base: float
+    dims: int
+    scaling: Llama3Rope | Yarn | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grouped:
+    """Attention whose query heads share key-value heads (arXiv 2305.13245).
+
+    heads, groups, head_dim    query heads, key-value heads, size of each
+    bias, norm                 whether QKV has a bias; whether queries and keys are normalized
+    """
+
     heads: int
     groups: int
     head_dim: int
-    intermediate: int
+    bias: bool = False
+    norm: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Latent:
+    """Multi-head latent attention (MLA; DeepSeek-V2, arXiv 2405.04434, section 2.1).
+
+    heads             heads of queries, keys and values
+    query, key_value  sizes of the latents; `query` 0 projects queries from the hidden state
+    plain, rotary     dimensions of a query or key without and with a rotary embedding; all heads share the rotary key
+    value             size of a value
+    interleaved       whether a rotary pair is two neighbors, not one of each half
+    sharpness         factor of the attention scores besides 1 / sqrt(plain + rotary)
+    """
+
+    heads: int
+    query: int
+    key_value: int
+    plain: int
+    rotary: int
+    value: int
+    interleaved: bool = True
+    sharpness: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dense:
+    """A SwiGLU feed-forward part (arXiv 2002.05202) of this inner size."""
+
+    inner: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sparse:
+    """A mixture of SwiGLU experts.
+
+    experts, chosen, inner     experts, experts per token, inner size of one
+    renormalised               whether the weights of the chosen experts are normalized to 1
+    sigmoid                    whether scores are sigmoids, and a constant per expert is added to choose among them
+                               (DeepSeek-V3, arXiv 2412.19437, section 2.1.2); otherwise they are softmax
+    divisions, kept            with sigmoids: experts are chosen from the `kept` best of `divisions` equal sets
+    scale                      with sigmoids: factor of the weights
+    shared                     inner size of the expert that every token has; 0 is none
+    """
+
+    experts: int
+    chosen: int
+    inner: int
+    renormalised: bool = True
+    sigmoid: bool = False
+    divisions: int = 1
+    kept: int = 1
+    scale: float = 1.0
+    shared: int = 0
+
+
+Mixer: TypeAlias = Grouped | Latent
+Mlp: TypeAlias = Dense | Sparse
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """A block: each part normalizes its input, and adds its output to it."""
+
+    mixer: Mixer | None
+    mlp: Mlp | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decoder:
+    """A decoder-only transformer with RMSNorm.
+
+    layers          its blocks, from the first to the last
+    hidden, vocab   hidden size, vocabulary size
+    tied            whether input and output embeddings are tied
+    eps, rope       of the norms; of attention
+    lora            the adapter that is trained in its place
+    """
+
+    layers: tuple[Layer, ...]
+    hidden: int
+    vocab: int
     tied: bool
-    qkv_bias: bool
-    qk_norm: bool
-    experts: int = 0
-    chosen: int = 0
-    renormalise: bool = True
     eps: float = 1e-6
-    rope_base: float = 10000.0
-    rope: Llama3Rope | None = None
+    rope: Rope | None = None
     lora: LoRA | None = None
 
-    @staticmethod
-    def knows(config: Mapping[str, Any]) -> bool:
-        """Whether `of` accepts it."""
-        return not any(_problems(config, ""))
+    @property
+    def mixers(self) -> list[Mixer]:
+        """The different mixers of its layers."""
+        return list(dict.fromkeys(layer.mixer for layer in self.layers if layer.mixer))
 
-    @staticmethod
-    def of(config: Mapping[str, Any], where: str) -> Decoder:
-        """Read a config. Raises StageError for settings that this backend would compute differently."""
-        if problems := list(_problems(config, where)):
-            raise StageError(*problems)
-        family, heads = config["model_type"], config["num_attention_heads"]
-        mixture = family == "qwen3_moe"
-        rope = _rope(config)
-        return Decoder(
-            layers=config["num_hidden_layers"],
-            hidden=config["hidden_size"],
-            vocab=config["vocab_size"],
-            heads=heads,
-            groups=config.get("num_key_value_heads") or heads,
-            head_dim=config.get("head_dim") or config["hidden_size"] // heads,
-            intermediate=config["moe_intermediate_size" if mixture else "intermediate_size"],
-            tied=bool(config.get("tie_word_embeddings")),
-            qkv_bias=family == "qwen2",
-            qk_norm=family in ("qwen3", "qwen3_moe"),
-            experts=config.get("num_experts") or config["num_local_experts"] if mixture else 0,
-            chosen=config["num_experts_per_tok"] if mixture else 0,
-            renormalise=bool(config["norm_topk_prob"]) if mixture else True,
-            eps=config["rms_norm_eps"],
-            rope_base=float(rope["rope_theta"]),
-            rope=_llama3(rope) if rope.get("rope_type") == "llama3" else None,
-        )
+    @property
+    def mlps(self) -> list[Mlp]:
+        """The different feed-forward parts of its layers."""
+        return list(dict.fromkeys(layer.mlp for layer in self.layers if layer.mlp))
 
+    @property
+    def mixture(self) -> Sparse | None:
+        """The mixture of experts that some of its layers have."""
+        return next((mlp for mlp in self.mlps if isinstance(mlp, Sparse)), None)
 
-def _problems(config: Mapping[str, Any], where: str) -> Iterator[Problem]:
-    family = config.get("model_type")
-    if family not in FAMILIES:
-        yield Problem(
-            where=where,
-            what=f"the model is a {family!r}",
-            why="the backend 'megatron' builds " + ", ".join(FAMILIES),
-            fix="one of these architectures, or backend='torch'",
-        )
-        return
-    kind = _rope(config).get("rope_type", "default")
-    for what, differs, why in (
-        (f"rope_type={kind!r}", kind not in ("default", "llama3"), "rotary embeddings are plain or Llama 3's"),
-        (f"hidden_act={config.get('hidden_act')!r}", config.get("hidden_act") != "silu", "experts and MLPs are SwiGLU"),
-        ("attention_bias=True", bool(config.get("attention_bias")), "an output projection has no bias here"),
-        ("mlp_bias=True", bool(config.get("mlp_bias")), "feed-forward parts have no bias here"),
-        ("use_sliding_window=True", bool(config.get("use_sliding_window")), "attention is over the whole sequence"),
-        (
-            "layers that are not a mixture",
-            bool(config.get("mlp_only_layers")) or config.get("decoder_sparse_step", 1) != 1,
-            "all layers are alike",
-        ),
-    ):
-        if differs:
-            yield Problem(where=where, what=f"the model's config has {what}", why=why, fix="backend='torch'")
-
-
-def _rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The rotary settings, which older configs spread over two keys."""
-    if config.get("rope_parameters"):
-        return {"rope_theta": 10000.0} | config["rope_parameters"]
-    scaling = dict(config.get("rope_scaling") or {})
-    scaling.setdefault("rope_type", scaling.get("type", "default"))
-    return {"rope_theta": config.get("rope_theta", 10000.0)} | scaling
-
-
-def _llama3(rope: Mapping[str, Any]) -> Llama3Rope:
-    return Llama3Rope(
-        factor=rope["factor"],
-        low=rope["low_freq_factor"],
-        high=rope["high_freq_factor"],
-        original=rope["original_max_position_embeddings"],
-    )
+    @property
+    def experts(self) -> int:
+        """The experts of a layer with a mixture; 0 if no layer has one."""
+        return self.mixture.experts if self.mixture else 0

@@ -8,7 +8,7 @@ transformers stores in two tensors. A tied tensor appears once, under its first 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TypeAlias
 
 import torch
@@ -18,6 +18,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from ops.refit.layout import Box, Place, Tensor, dense
 from pipeline.declare.saved_model import Piece, Pieces
+from stages.backends.model.precision import kept_dtype
 from stages.backends.model.weights import state
 
 Placed: TypeAlias = tuple[dict[str, Tensor], list[Place], dict[str, torch.Tensor]]
@@ -30,10 +31,14 @@ def placed(network: nn.Module, dtype: torch.dtype | None = None) -> Placed:
     tensors: dict[str, Tensor] = {}
     places: list[Place] = []
     held: dict[str, torch.Tensor] = {}
-    for name, tensor in state(network).items():
+    found = state(network)
+    for name, tensor in found.items():
         kind = dtype if dtype and tensor.is_floating_point() else tensor.dtype
+        if own := kept_dtype(name):
+            kind = getattr(torch, own)
         held[name] = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        for part, shape, place in _parts(name, tuple(tensor.shape), _own(tensor), kind.itemsize):
+        divide = _parts if _is_divided(name, found) else _same
+        for part, shape, place in divide(name, tuple(tensor.shape), _own(tensor), kind.itemsize):
             tensors[part] = Tensor(shape, str(kind).removeprefix("torch."))
             if held[name].numel():
                 places.append(place)
@@ -56,22 +61,34 @@ def _parts(
     if name.endswith(DOWN):
         part = f"{layer}experts.*.down_proj.weight"
         yield part, shape, dense(part, own, item_bytes, name)
-    elif name.endswith(GATE_UP):
+    else:
         experts, both, hidden = shape
         strides = (item_bytes * both * hidden, item_bytes * hidden, item_bytes)
         for i, kind in enumerate(("gate", "up")):
             part, half = f"{layer}experts.*.{kind}_proj.weight", both // 2
             place = Place(part, (own[0], (0, half), (0, hidden)), name, i * half * strides[1], strides)
             yield part, (experts, half, hidden), place
-    else:
-        yield name, shape, dense(name, own, item_bytes, name)
+
+
+def _same(name: str, shape: tuple[int, ...], own: Box, item_bytes: int) -> Iterator[tuple[str, tuple[int, ...], Place]]:
+    """A state tensor that is the model's."""
+    yield name, shape, dense(name, own, item_bytes, name)
+
+
+def _is_divided(name: str, found: Mapping[str, torch.Tensor]) -> bool:
+    """Whether a state tensor has the experts of a layer, which a folder has apart. Those with a bias (gpt-oss) are in a
+    folder as in the network."""
+    return name.endswith((DOWN, GATE_UP)) and f"{name}_bias" not in found
 
 
 def pieces(network: nn.Module, file: str) -> dict[str, Pieces]:
     """Where the tensors of the model's Hugging Face folder lie in a file with the network's state."""
     found: dict[str, Pieces] = {}
-    for name, tensor in state(network).items():
-        for part, shape, at in _published(name, tuple(tensor.shape)):
+    state_of = state(network)
+    for name, tensor in state_of.items():
+        divided = _is_divided(name, state_of)
+        shape_of = tuple(tensor.shape)
+        for part, shape, at in _published(name, shape_of) if divided else ((name, shape_of, 0),):
             box = tuple((0, size) for size in shape)
             found[part] = Pieces(shape=shape, pieces=(Piece(file=file, tensor=name, at=at, box=box),))
     return found
@@ -80,9 +97,6 @@ def pieces(network: nn.Module, file: str) -> dict[str, Pieces]:
 def _published(name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...], int]]:
     """The folder's tensors inside a state tensor: name, shape and first element."""
     layer, _, _ = name.partition("experts.")
-    if not name.endswith((DOWN, GATE_UP)):
-        yield name, shape, 0
-        return
     experts, rows, columns = shape
     kinds = ("down",) if name.endswith(DOWN) else ("gate", "up")
     share = rows // len(kinds)

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from pipeline import StageError
 from pipeline.errors import Problem
 from stages.backends.model.adapters import is_adapter
+from stages.backends.model.precision import kept_dtype
 from stages.backends.model.sharded import like, whole
 
 
@@ -26,7 +27,7 @@ def weights(network: nn.Module, dtype: torch.dtype | None = None) -> dict[str, t
 def live_weights(network: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
     """The same one at a time, in place; copied only if sharded or of another dtype."""
     for name, tensor in state(network).items():
-        wanted = dtype if dtype and tensor.is_floating_point() else tensor.dtype
+        wanted = dtype if dtype and tensor.is_floating_point() and not kept_dtype(name) else tensor.dtype
         yield name, whole(tensor).to(wanted).contiguous()
 
 

@@ -9,9 +9,11 @@ tokens in a row.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from ops.logprobs import selected_logprobs
 from ops.packing import pack, rectangle
@@ -63,9 +65,11 @@ def predict(
     device = network.device
     if packed:
         row = pack(prompt_ids.rows(), response_ids.rows())
+        ids_1S, positions_1S = row.ids_1S.to(device), row.positions_1S.to(device)
         logits = network(
-            input_ids=row.ids_1S.to(device),
-            position_ids=row.positions_1S.to(device),
+            input_ids=ids_1S,
+            attention_mask=_masks(network, ids_1S, positions_1S),
+            position_ids=positions_1S,
             use_cache=False,
             logits_to_keep=row.keep_R.to(device),
         ).logits
@@ -77,6 +81,27 @@ def predict(
     mask_NT = torch.arange(width, device=device) < torch.tensor(lengths, device=device)[:, None]
     starts = tuple(max(length - microbatch.prompt, 0) for length in prompt_ids.lengths)
     return Predicted(logits, ids, mask_NT, lengths, starts, width, packed)
+
+
+def _masks(network: PreTrainedModel, ids_1S: torch.Tensor, positions_1S: torch.Tensor) -> dict[str, Any] | None:
+    """The masks of a packed row by the kind of layer; None if the network finds the row's samples in the positions.
+
+    Transformers 5.19 does not give gpt-oss the positions (models/gpt_oss/modeling_gpt_oss.py): its samples would attend
+    to each other.
+    """
+    if network.config.model_type != "gpt_oss":
+        return None
+    given = {
+        "config": network.config,
+        "inputs_embeds": network.get_input_embeddings()(ids_1S),
+        "attention_mask": None,
+        "past_key_values": None,
+        "position_ids": positions_1S,
+    }
+    return {
+        "full_attention": create_causal_mask(**given),
+        "sliding_attention": create_sliding_window_causal_mask(**given),
+    }
 
 
 def _padded(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 import os
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 import torch
 from vllm.config import VllmConfig, WeightTransferConfig, set_current_vllm_config
+from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
@@ -34,6 +35,7 @@ from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.third_party import pynvml
 from vllm.usage.usage_lib import UsageContext
+from vllm.v1.engine import utils as engine_utils
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.detokenizer import BaseIncrementalDetokenizer
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -42,10 +44,12 @@ from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, Logits
 
 from stages.backends.refit.source import peer_lost
 from stages.backends.refit.target import Received
+from stages.backends.vllm import families
 from stages.backends.vllm.environment import SECOND_RUNNER, passes
 from stages.backends.vllm.limits import FREE_MEMORY
+from stages.backends.vllm.processes import forks
 from stages.backends.vllm.weights import RankAnswer
-from stages.lora import ALL, LoRA
+from stages.lora import LoRA
 
 __all__ = [
     "AsyncLLM",
@@ -84,7 +88,7 @@ __all__ = [
 ]
 
 SecondSampler: Any = importlib.import_module("vllm.v1.worker.gpu.sample.sampler").Sampler  # of the second model runner
-INTERVAL = 16  # tokens per request between two outputs
+INTERVAL = 64  # tokens per request between two outputs
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM allocates slots for
 ADAPTERS = 256  # that wait in memory for a slot, at most; each takes memory only when it is there
 NGRAM = (2, 4)  # the fewest and the most last tokens that are looked up earlier in a request
@@ -108,12 +112,12 @@ def open_llm(
     """
     if speculate and has_second_runner():
         raise ValueError(f"only the first model runner verifies drafts, and {SECOND_RUNNER} chooses the second one")
-    settings: dict[str, Any] = {}
+    settings = families.settings(folder, gpus=gpus)
     if speculate:
-        settings = _speculation(speculate, draft, tensor_parallel)
+        settings |= _speculation(speculate, draft, tensor_parallel)
         _end_at_stop_texts()
     if lora is not None:
-        settings |= _adapters(lora, slots)
+        settings |= _adapters(lora, slots, families.family_of(folder))
     if gpus:
         settings |= {
             "enable_sleep_mode": True,
@@ -140,8 +144,11 @@ def open_llm(
     ).create_engine_config(UsageContext.LLM_CLASS)
     if not gpus:
         _check_head(config.model_config.get_head_size())
+        if lora is not None and config.model_config.get_num_experts():
+            raise ValueError("the CPU build computes no mixture of experts in an engine with adapters")
         if drafts := config.speculative_config:
             _check_head(drafts.draft_model_config.get_head_size())
+    engine_utils.get_mp_context = forks
     return AsyncLLM.from_vllm_config(config, disable_log_stats=True)
 
 
@@ -155,8 +162,8 @@ def _speculation(tokens: int, draft: Path | None, tensor_parallel: int) -> dict[
     return {"speculative_config": {"num_speculative_tokens": tokens, **by}, "async_scheduling": False}
 
 
-def _adapters(lora: LoRA, slots: int) -> dict[str, Any]:
-    """Settings of an engine with adapters. Layers without one are left alone where vLLM can do so."""
+def _adapters(lora: LoRA, slots: int, family: str) -> dict[str, Any]:
+    """Settings of an engine with adapters. Layers without one, so experts, are left alone where vLLM can do so."""
     if has_second_runner():
         raise ValueError(f"only the first model runner has adapters, and {SECOND_RUNNER} chooses the second one")
     settings: dict[str, Any] = {
@@ -165,8 +172,8 @@ def _adapters(lora: LoRA, slots: int) -> dict[str, Any]:
         "max_cpu_loras": max(ADAPTERS, slots),
         "max_lora_rank": next(rank for rank in RANKS if rank >= lora.rank),
     }
-    if lora.targets != ALL and any(each.name == "lora_target_modules" for each in fields(AsyncEngineArgs)):
-        settings["lora_target_modules"] = [*lora.targets]
+    if any(each.name == "lora_target_modules" for each in fields(AsyncEngineArgs)):
+        settings["lora_target_modules"] = [*lora.names(family)]
     return settings
 
 
@@ -237,7 +244,7 @@ def parameters(
         detokenize=bool(stop),
         skip_special_tokens=False,
         spaces_between_special_tokens=False,
-        output_kind=RequestOutputKind.CUMULATIVE,
+        output_kind=RequestOutputKind.DELTA,  # vLLM heeds the interval of no other kind
         extra_args={"sluice": choice},
     )
 
@@ -245,12 +252,14 @@ def parameters(
 async def outputs(
     llm: AsyncLLM, prompt: Sequence[int], params: SamplingParams, name: str, adapter: int | None = None
 ) -> AsyncIterator[tuple[list[int], str | None]]:
-    """Progress of a request: its tokens so far, and finally the finish reason: stop, length, abort. `adapter` is the
-    number of one that all ranks have."""
+    """Progress of a request: its tokens so far, in a list that grows, and finally the finish reason: stop, length,
+    abort. `adapter` is the number of one that all ranks have."""
+    tokens: list[int] = []
     lora = None if adapter is None else LoRARequest(f"adapter-{adapter}", adapter, "from memory")
     async for output in llm.generate({"prompt_token_ids": list(prompt)}, params, name, lora_request=lora):
         made: Any = output.outputs[0]
-        yield list(made.token_ids), made.finish_reason
+        tokens.extend(made.token_ids)
+        yield tokens, made.finish_reason
 
 
 async def logprobs(
@@ -264,12 +273,29 @@ async def logprobs(
 
 def load_anew(config: VllmConfig, model: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
     """In a worker: load weights with Hugging Face names, as at startup."""
+    copied: dict[str, torch.Tensor] = {}
     with set_current_vllm_config(config):
         initialize_layerwise_reload(model)
-        model.load_weights(weights)
+        model.load_weights(_loaded(weights, copied))
         finalize_layerwise_reload(model, config.model_config)
+    for name, held in model.named_parameters() if copied else ():
+        if name in copied:
+            held.data.copy_(
+                copied[name].tensor_split(config.parallel_config.tensor_parallel_size)[get_tensor_model_parallel_rank()]
+            )
     if computes_on_cpu():
         _pack_embeddings(model)
+
+
+def _loaded(
+    weights: Iterable[tuple[str, torch.Tensor]], copied: dict[str, torch.Tensor]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights that vLLM's loader takes. Others are added to `copied`, by vLLM's names."""
+    for name, tensor in weights:
+        if theirs := next((end for end in families.COPIED if name.endswith(end)), None):
+            copied[name.removesuffix(theirs) + families.COPIED[theirs]] = tensor
+        else:
+            yield name, tensor
 
 
 def _pack_embeddings(model: Any) -> None:
@@ -294,14 +320,19 @@ def add_adapter(
     model_runner: Any, number: int, tensors: dict[str, torch.Tensor], rank: int, device: torch.device
 ) -> None:
     """In a worker: add an adapter that computes B A x from tensors with PEFT's names, which vLLM keeps. vLLM itself
-    reads adapters only from files. Raises RuntimeError if it would have to forget another one."""
+    reads adapters only from files. Raises RuntimeError if it would have to forget another one, or leave out a part."""
     manager = model_runner.lora_manager._adapter_manager
     if len(manager) >= manager.capacity:
         raise RuntimeError(f"{len(manager)} adapters are in use")
     helper = PEFTHelper(r=rank, lora_alpha=rank, target_modules="all-linear")
-    manager.add_adapter(
-        LoRAModel.from_lora_tensors(number, tensors, helper, device=str(device), dtype=manager.lora_config.lora_dtype)
-    )
+    renamed = getattr(manager.model, "hf_to_vllm_mapper", None)
+    added = LoRAModel.from_lora_tensors(
+        number, tensors, helper, device=str(device), dtype=manager.lora_config.lora_dtype,
+        weights_mapper=renamed and getattr(renamed, "get_rename_mapper", lambda: renamed)(),
+    )  # fmt: skip
+    manager.add_adapter(added)
+    if ignored := sorted(added.loras.keys() - manager.modules.keys()):
+        raise RuntimeError(f"vLLM has no adapter for {ignored[0]}, nor for {len(ignored) - 1} other layers")
     manager.activate_adapter(number)
 
 

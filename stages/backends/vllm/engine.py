@@ -27,7 +27,7 @@ from stages.backends import PULL, Cancelled, Decoded, Draws, Generation, Route, 
 from stages.backends.model.folder import model_folder
 from stages.backends.model.text import Tokenizers
 from stages.backends.refit.target import check_same
-from stages.backends.vllm import environment
+from stages.backends.vllm import environment, processes
 from stages.backends.vllm.running import RunningRequests
 from stages.backends.vllm.weights import VersionShares, expected
 
@@ -42,6 +42,8 @@ def open_engine(context: StageContext) -> VllmEngine:
     """The engine of this worker. Raises StageError if vLLM is not built for the group's device."""
     group = context.group
     environment.prepare(gpus=group.gpus > 0, threads=group.threads, tensor_parallel=group.tensor_parallel)
+    if group.gpus or group.tensor_parallel > 1:
+        processes.import_ahead(group.gpus > 0)
     from stages.backends.vllm.api import computes_on_cpu  # reads the environment
 
     if computes_on_cpu() != (group.gpus == 0):

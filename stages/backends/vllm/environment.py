@@ -6,6 +6,7 @@ are left alone.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import select
 import signal
@@ -24,6 +25,7 @@ ON_CPU = {
     "TORCH_COMPILE_DISABLE": "1",  # otherwise the sampler compiles for half a minute
     "VLLM_CPU_CI_ENV": "1",  # no warm-up
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+    "VLLM_MLA_DISABLE": "1",  # its kernels for latent attention take the sizes of a few published models only
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # replicas, trainer and data plane share the machine
 }
 ON_GPU = {
@@ -68,7 +70,8 @@ def prepare(*, gpus: bool, threads: int, tensor_parallel: int) -> None:
 def end_with_owner() -> None:
     """End this process and the engine that started it as soon as their owner is gone, for whatever reason."""
     owner = int(os.environ[OWNER])
-    engine = os.getppid() if os.getppid() != owner else os.getpid()
+    creator = multiprocessing.parent_process()
+    engine = os.getpid() if creator is None or creator.pid in (None, owner) else creator.pid
 
     def end() -> None:
         for process in {engine, os.getpid()}:

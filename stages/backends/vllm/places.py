@@ -9,73 +9,132 @@ key-value heads are replicated if there are fewer than ranks; embeddings are pad
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
+from typing import Any, TypeAlias
 
-from ops.refit.layout import Box, Place, Tensor
-from stages.backends.model.decoder import Decoder
+from ops.refit.layout import ITEM_BYTES, Box, Place, Tensor
+from stages.backends.model.decoder import Decoder, Dense, Grouped, Latent, Sparse
+from stages.backends.model.precision import kept_dtype
 
+Range: TypeAlias = tuple[int, int]
 VOCAB_SHARES = 64  # embedding rows are a multiple of this
 
 
 def places(decoder: Decoder, rank: int, ranks: int, item_bytes: int) -> list[Place]:
-    """The places of one of `ranks` tensor-parallel ranks. Padding belongs to no place."""
-    return list(_places(decoder, rank, ranks, item_bytes))
+    """The places of one of `ranks` tensor-parallel ranks. Padding belongs to no place, and neither do tensors that vLLM
+    computes others from, which its own loader must see."""
+    return list(_places(decoder, _Rank(rank, ranks, decoder.hidden, item_bytes)))
 
 
-def _places(decoder: Decoder, rank: int, ranks: int, item_bytes: int) -> Iterator[Place]:
-    every = (0, decoder.hidden)
+@dataclass(frozen=True)
+class _Rank:
+    """A tensor-parallel rank, the hidden size, and the bytes of a number."""
 
-    def share(size: int) -> tuple[int, int]:
-        return size // ranks * rank, size // ranks * (rank + 1)
+    rank: int
+    ranks: int
+    hidden: int
+    item_bytes: int
 
-    def one(buffer: str, box: Box) -> Iterator[Place]:
+    def share(self, size: int) -> Range:
+        """The rank's part of a dimension."""
+        return size // self.ranks * self.rank, size // self.ranks * (self.rank + 1)
+
+    def one(self, buffer: str, *box: Range) -> Iterator[Place]:
         """The place of a tensor of the same name."""
-        yield from _stacked(buffer, [(buffer, box)], item_bytes)
+        yield from self.stacked(buffer, [(buffer, box)])
 
-    vocab = _vocab(decoder.vocab, rank, ranks)
-    embeddings = ["model.embed_tokens.weight"] if decoder.tied else ["model.embed_tokens.weight", "lm_head.weight"]
-    for name in embeddings:
+    def stacked(self, buffer: str, tensors: Sequence[tuple[str, Box]], along: int = 0) -> Iterator[Place]:
+        """Boxes of several tensors, concatenated along a dimension of the parameter."""
+        own = kept_dtype(buffer)
+        item_bytes = ITEM_BYTES[own] if own else self.item_bytes
+        extents = [[stop - start for start, stop in box] for _, box in tensors]
+        shape = [*extents[0]]
+        shape[along] = sum(extent[along] for extent in extents)
+        strides = tuple(item_bytes * prod(shape[i + 1 :]) for i in range(len(shape)))
+        offset = 0
+        for (name, box), extent in zip(tensors, extents):
+            yield Place(name, box, buffer, offset, strides)
+            offset += extent[along] * strides[along]
+
+
+def _places(decoder: Decoder, rank: _Rank) -> Iterator[Place]:
+    every = (0, decoder.hidden)
+    vocab = _vocab(decoder.vocab, rank.rank, rank.ranks)
+    for name in ["model.embed_tokens.weight"] if decoder.tied else ["model.embed_tokens.weight", "lm_head.weight"]:
         if vocab[0] < vocab[1]:
-            yield from one(name, (vocab, every))
-    yield from one("model.norm.weight", (every,))
-    queries = share(decoder.heads)
-    keys = share(decoder.groups) if decoder.groups >= ranks else _alone(rank * decoder.groups // ranks)
-    heads = [
-        (letter, (decoder.head_dim * first, decoder.head_dim * last))
+            yield from rank.one(name, vocab, every)
+    yield from rank.one("model.norm.weight", every)
+    for number, layer in enumerate(decoder.layers):
+        at = f"model.layers.{number}."
+        for norm, part in (("input_layernorm", layer.mixer), ("post_attention_layernorm", layer.mlp)):
+            if part is not None:
+                yield from rank.one(f"{at}{norm}.weight", every)
+                yield from PARTS[type(part)](at, part, rank)
+
+
+def _grouped(at: str, part: Grouped, rank: _Rank) -> Iterator[Place]:
+    every, at = (0, rank.hidden), f"{at}self_attn."
+    queries = rank.share(part.heads)
+    keys = rank.share(part.groups) if part.groups >= rank.ranks else _alone(rank.rank * part.groups // rank.ranks)
+    own = [
+        (f"{at}{letter}_proj", (part.head_dim * first, part.head_dim * last))
         for letter, (first, last) in zip("qkv", (queries, keys, keys))
     ]
-    width = share(decoder.intermediate)
-    for layer in range(decoder.layers):
-        at = f"model.layers.{layer}."
-        yield from one(f"{at}input_layernorm.weight", (every,))
-        yield from one(f"{at}post_attention_layernorm.weight", (every,))
-        own = [(f"{at}self_attn.{letter}_proj", rows) for letter, rows in heads]
-        yield from _stacked(f"{at}self_attn.qkv_proj.weight", [(f"{n}.weight", (r, every)) for n, r in own], item_bytes)
-        if decoder.qkv_bias:
-            yield from _stacked(f"{at}self_attn.qkv_proj.bias", [(f"{n}.bias", (r,)) for n, r in own], item_bytes)
-        if decoder.qk_norm:
-            yield from one(f"{at}self_attn.q_norm.weight", ((0, decoder.head_dim),))
-            yield from one(f"{at}self_attn.k_norm.weight", ((0, decoder.head_dim),))
-        yield from one(f"{at}self_attn.o_proj.weight", (every, heads[0][1]))
-        if decoder.experts:
-            experts = (0, decoder.experts)
-            yield from one(f"{at}mlp.gate.weight", (experts, every))
-            names = [f"{at}mlp.experts.*.{part}_proj.weight" for part in ("gate", "up")]
-            yield from _stacked(
-                f"{at}mlp.experts.w13_weight", [(name, (experts, width, every)) for name in names], item_bytes, along=1
-            )
-            down = [(f"{at}mlp.experts.*.down_proj.weight", (experts, every, width))]
-            yield from _stacked(f"{at}mlp.experts.w2_weight", down, item_bytes)
-        else:
-            names = [f"{at}mlp.{part}_proj.weight" for part in ("gate", "up")]
-            yield from _stacked(f"{at}mlp.gate_up_proj.weight", [(name, (width, every)) for name in names], item_bytes)
-            yield from one(f"{at}mlp.down_proj.weight", (every, width))
+    yield from rank.stacked(f"{at}qkv_proj.weight", [(f"{name}.weight", (rows, every)) for name, rows in own])
+    if part.bias:
+        yield from rank.stacked(f"{at}qkv_proj.bias", [(f"{name}.bias", (rows,)) for name, rows in own])
+    if part.norm:
+        yield from rank.one(f"{at}q_norm.weight", (0, part.head_dim))
+        yield from rank.one(f"{at}k_norm.weight", (0, part.head_dim))
+    yield from rank.one(f"{at}o_proj.weight", every, own[0][1])
+
+
+def _latent(at: str, part: Latent, rank: _Rank) -> Iterator[Place]:
+    """None: vLLM multiplies some of these matrices once, after loading (mla_attention.py, W_UK_T and W_UV)."""
+    yield from ()
+
+
+def _dense(at: str, part: Dense, rank: _Rank) -> Iterator[Place]:
+    yield from _swiglu(f"{at}mlp.", part.inner, rank)
+
+
+def _swiglu(at: str, inner: int, rank: _Rank) -> Iterator[Place]:
+    width, every = rank.share(inner), (0, rank.hidden)
+    yield from rank.stacked(
+        f"{at}gate_up_proj.weight", [(f"{at}{name}_proj.weight", (width, every)) for name in ("gate", "up")]
+    )
+    yield from rank.one(f"{at}down_proj.weight", every, width)
+
+
+def _mixture(at: str, part: Sparse, rank: _Rank) -> Iterator[Place]:
+    at, experts, width, every = f"{at}mlp.", (0, part.experts), rank.share(part.inner), (0, rank.hidden)
+    yield from rank.one(f"{at}gate.weight", experts, every)
+    if part.sigmoid:
+        yield from rank.one(f"{at}gate.e_score_correction_bias", experts)
+    if part.shared:
+        yield from _swiglu(f"{at}shared_experts.", part.shared, rank)
+    names = [f"{at}experts.*.{name}_proj.weight" for name in ("gate", "up")]
+    yield from rank.stacked(f"{at}experts.w13_weight", [(name, (experts, width, every)) for name in names], along=1)
+    down = [(f"{at}experts.*.down_proj.weight", (experts, every, width))]
+    yield from rank.stacked(f"{at}experts.w2_weight", down)
+
+
+PARTS: Mapping[type, Callable[[str, Any, _Rank], Iterator[Place]]] = {  # by the kind of a part of a layer
+    Grouped: _grouped,
+    Latent: _latent,
+    Dense: _dense,
+    Sparse: _mixture,
+}
 
 
 def tensors(decoder: Decoder, dtype: str) -> dict[str, Tensor]:
-    """All tensors of the model, with a layer's experts stacked, as a single rank holds them."""
-    return {p.tensor: Tensor(tuple(stop for _, stop in p.box), dtype) for p in places(decoder, 0, 1, 1)}
+    """The tensors of the model that have a place, with a layer's experts stacked, as a single rank holds them."""
+    return {
+        p.tensor: Tensor(tuple(stop for _, stop in p.box), kept_dtype(p.tensor) or dtype)
+        for p in places(decoder, 0, 1, 1)
+    }
 
 
 def shapes(decoder: Decoder, ranks: int) -> dict[str, tuple[int, ...]]:
@@ -91,18 +150,6 @@ def shapes(decoder: Decoder, ranks: int) -> dict[str, tuple[int, ...]]:
         if name in found:
             found[name] = (_padded(decoder.vocab) // ranks, decoder.hidden)
     return found
-
-
-def _stacked(buffer: str, tensors: Sequence[tuple[str, Box]], item_bytes: int, along: int = 0) -> Iterator[Place]:
-    """Boxes of several tensors, concatenated along a dimension of the parameter."""
-    extents = [[stop - start for start, stop in box] for _, box in tensors]
-    shape = [*extents[0]]
-    shape[along] = sum(extent[along] for extent in extents)
-    strides = tuple(item_bytes * prod(shape[i + 1 :]) for i in range(len(shape)))
-    offset = 0
-    for (name, box), extent in zip(tensors, extents):
-        yield Place(name, box, buffer, offset, strides)
-        offset += extent[along] * strides[along]
 
 
 def _alone(head: int) -> tuple[int, int]:

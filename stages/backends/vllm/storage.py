@@ -18,9 +18,10 @@ from torch import nn
 from ops.refit.layout import Place, Tensor, dense, whole
 from ops.refit.ledger import Ledger
 from stages.backends.model.decoder import Decoder
-from stages.backends.model.experts import single
+from stages.backends.model.precision import kept_dtype
 from stages.backends.model.shards import Shards
 from stages.backends.vllm import places as table
+from stages.backends.vllm.families import loadable
 
 
 class Storage:
@@ -36,17 +37,17 @@ class Storage:
         self._network, self._device, self._dtype = network, device, dtype
         self._decoder, self._ranks, self._by_loader = decoder, ranks, {_module(name) for name in by_loader}
         kind = str(dtype).removeprefix("torch.")
-        self.tensors = dict(offered) if decoder is None else table.tensors(decoder, kind)
+        self.tensors = dict(offered) | ({} if decoder is None else table.tensors(decoder, kind))
         ruled = {place.tensor for place in self._ruled(0)}
         self.loaded = [name for name in self.tensors if name not in ruled]
         self.held = self._parameters() if decoder is not None else {}
         for name in self.loaded:
-            self.held[_whole(name)] = self._empty(self.tensors[name].shape)
+            self.held[_whole(name)] = self._empty(self.tensors[name].shape, self.tensors[name].dtype)
 
     def places(self, rank: int) -> list[Place]:
         """A rank's places, as buffers of `held`."""
-        shapes = {name: self.tensors[name].shape for name in self.loaded}
-        beside = [dense(name, whole(shape), self._dtype.itemsize, _whole(name)) for name, shape in shapes.items()]
+        loaded = {name: self.tensors[name] for name in self.loaded}
+        beside = [dense(name, whole(each.shape), each.item_bytes, _whole(name)) for name, each in loaded.items()]
         return self._ruled(rank) + beside
 
     @property
@@ -72,17 +73,21 @@ class Storage:
         return [place for place in places if _module(place.buffer) not in self._by_loader]
 
     def _parameters(self) -> dict[str, torch.Tensor]:
-        """Parameters by vLLM's names: vLLM's own memory, or separate memory on the CPU."""
+        """Parameters by vLLM's names: vLLM's own memory; on the CPU separate memory, but for those that vLLM does not
+        pack and uses by reference."""
         assert self._decoder is not None
         every = table.shapes(self._decoder, self._ranks)
         shapes = {name: shape for name, shape in every.items() if _module(name) not in self._by_loader}
-        if self._device.type == "cpu":
-            return {name: self._empty(shape).zero_() for name, shape in shapes.items()}
         live = _parameters(self._network)
-        return {name: live[name].data for name in shapes}
+        apart = set(shapes) if self._device.type == "cpu" else set()
+        return {
+            name: self._empty(shape).zero_() if name in apart and not kept_dtype(name) else live[name].data
+            for name, shape in shapes.items()
+        }
 
-    def _empty(self, shape: Sequence[int]) -> torch.Tensor:
-        return self._ledger.empty(prod(shape) * self._dtype.itemsize).view(self._dtype).view(*shape)
+    def _empty(self, shape: Sequence[int], dtype: str = "") -> torch.Tensor:
+        kind = getattr(torch, dtype) if dtype else self._dtype
+        return self._ledger.empty(prod(shape) * kind.itemsize).view(kind).view(*shape)
 
     def _drop_expert_kernels(self) -> None:
         """On the CPU, vLLM pads and packs experts only when it creates their kernel: have it create one again."""
@@ -94,7 +99,8 @@ class Storage:
     def _pack(self) -> None:
         """Give each module the received parameters and have vLLM pack them."""
         known = {id(parameter): name for name, parameter in _parameters(self._network).items()}
-        fresh = {name: nn.Parameter(tensor, requires_grad=False) for name, tensor in self.held.items()}
+        apart = {name: tensor for name, tensor in self.held.items() if not kept_dtype(name)}
+        fresh = {name: nn.Parameter(tensor, requires_grad=False) for name, tensor in apart.items()}
         for prefix, module in self._network.named_modules():
             for own, parameter in list(module._parameters.items()):
                 name = _plain(f"{prefix}.{own}")
@@ -107,7 +113,7 @@ class Storage:
 
     def _singles(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name in self.loaded:
-            yield from single(name, self.held[_whole(name)])
+            yield from loadable(name, self.held[_whole(name)])
 
 
 def differing(
@@ -129,7 +135,7 @@ def differing(
         for name, shape in shapes.items()
         if name not in live
         or not live[name].is_contiguous()
-        or (tuple(live[name].shape), live[name].dtype) != (shape, dtype)
+        or (tuple(live[name].shape), live[name].dtype) != (shape, getattr(torch, kept_dtype(name) or "", dtype))
     }
     for place in table.places(decoder, rank, ranks, dtype.itemsize):
         if place.buffer not in found and not _same(place, tensors[place.tensor], live[place.buffer].data, shards):

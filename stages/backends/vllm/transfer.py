@@ -18,6 +18,7 @@ from ops.comm.stateless_group import GroupError
 from ops.refit.ledger import Ledger
 from ops.refit.share import Share, layout_of
 from stages.backends.model.decoder import Decoder
+from stages.backends.model.families import decoder_of, knows
 from stages.backends.refit.target import Received, Target
 from stages.backends.vllm.api import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo, load_anew
 from stages.backends.vllm.storage import Storage, differing
@@ -145,7 +146,7 @@ class Transfer(WeightTransferEngine[Joined, Offered]):
     def _decoder(self) -> Decoder | None:
         """The model's decoder description, if there is a table for it."""
         config = self.model_config.hf_config.to_dict()
-        return Decoder.of(config, "") if Decoder.knows(config) else None
+        return decoder_of(config, "") if knows(config) else None
 
     def _load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         load_anew(self.vllm_config, self.model, weights)

@@ -1,0 +1,108 @@
+"""The modules of each kind of layer, as Megatron-core builds them. Knows kinds of parts, not names or weights."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch.utils.checkpoint import checkpoint
+
+from stages.backends.megatron.attention import CausalAttention, EngineAttention, SlicedAttention
+from stages.backends.megatron.fused import Fused
+from stages.backends.megatron.latent import LatentAttention, LatentParts
+from stages.backends.megatron.parts import Part, stage_layers
+from stages.backends.megatron.router import Router, SigmoidRouter
+from stages.backends.model.decoder import Decoder, Grouped, Latent, Layer, Sparse
+
+
+class Norm(torch.nn.RMSNorm):
+    """RMSNorm whose gradient Megatron-core sums over sequence-parallel ranks."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
+class RecomputableLayer(TransformerLayer):
+    """A layer that can drop its activations and recompute them."""
+
+    recomputes = False
+
+    def forward(self, *given: Any, **named: Any) -> Any:
+        """Like the base class."""
+        if self.recomputes and torch.is_grad_enabled():
+            return checkpoint(
+                super().forward, *given, use_reentrant=False, preserve_rng_state=False, **named
+            )  # there is no dropout
+        return super().forward(*given, **named)
+
+
+def block(decoder: Decoder, config: TransformerConfig, part: Part, fused: Fused) -> TransformerBlockSubmodules:
+    """The module specification of one stage's layers."""
+    whole_samples = EngineAttention if fused.attention else CausalAttention
+    attention = SlicedAttention if config.context_parallel_size > 1 else whole_samples
+    specs = {layer: _layer(layer, decoder, part, attention) for layer in dict.fromkeys(decoder.layers)}
+    mine = stage_layers(len(decoder.layers), part.stages)[part.stage]
+    return TransformerBlockSubmodules(layer_specs=[specs[decoder.layers[i]] for i in mine], layer_norm=_norm(part))
+
+
+def _layer(layer: Layer, decoder: Decoder, part: Part, attention: type) -> ModuleSpec:
+    experts = layer.mlp.experts if isinstance(layer.mlp, Sparse) else None
+    has_norm = isinstance(layer.mixer, Grouped) and layer.mixer.norm
+    norm = _norm(part)
+    if part.fused_norms:
+        layer_spec = get_gpt_layer_with_transformer_engine_spec(
+            num_experts=experts, moe_grouped_gemm=part.grouped_experts, qk_layernorm=has_norm
+        )
+    else:
+        layer_spec = get_gpt_layer_local_spec(
+            num_experts=experts, moe_grouped_gemm=False, qk_layernorm=has_norm, normalization="RMSNorm"
+        )
+        layer_spec.submodules.input_layernorm = layer_spec.submodules.pre_mlp_layernorm = norm
+    parts = layer_spec.submodules
+    if isinstance(layer.mixer, Latent):
+        parts.input_layernorm = norm
+        parts.self_attention = ModuleSpec(
+            module=LatentAttention,
+            params={"shape": layer.mixer, "rope": decoder.rope},
+            submodules=LatentParts(*_linear(part), norm, attention),
+        )
+    else:
+        inside = parts.self_attention.submodules
+        inside.core_attention = attention
+        if has_norm and not part.fused_norms:
+            inside.q_layernorm = inside.k_layernorm = norm
+    if isinstance(layer.mlp, Sparse):
+        if layer.mlp.sigmoid:
+            parts.mlp.submodules.router = partial(SigmoidRouter, layer.mlp)
+        elif not part.fused_norms:
+            parts.mlp.submodules.router = Router
+    return ModuleSpec(module=RecomputableLayer, params=layer_spec.params, submodules=parts)
+
+
+def _norm(part: Part) -> Any:
+    """The class of norms that are not inside a linear layer."""
+    if not part.fused_norms:
+        return Norm
+    from megatron.core.extensions.transformer_engine import TENorm
+
+    return TENorm
+
+
+def _linear(part: Part) -> tuple[Any, Any]:
+    """The classes of matrices whose rows, and whose columns, tensor-parallel ranks divide."""
+    if not part.fused_norms:
+        return ColumnParallelLinear, RowParallelLinear
+    from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TERowParallelLinear
+
+    return TEColumnParallelLinear, TERowParallelLinear

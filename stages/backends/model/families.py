@@ -1,0 +1,218 @@
+"""The families of models that are described layer by layer, and a Hugging Face config as a `Decoder`.
+
+    decoder = decoder_of(config, where="graph.py:7")
+
+What a family has is one line of `FAMILIES`. Knows the keys of configs; no weights, no engine.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pipeline.errors import Problem, StageError
+from stages.backends.model.decoder import (
+    Decoder,
+    Dense,
+    Grouped,
+    Latent,
+    Layer,
+    Llama3Rope,
+    Mixer,
+    Mlp,
+    Rope,
+    Sparse,
+    Yarn,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """What the models of a `model_type` have. A string is the key of the config that says whether they have it.
+
+    bias, norm      of queries, keys and values: a bias; RMSNorm per head, of queries and keys
+    latent          multi-head latent attention
+    rotary          the part of a head that a rotary embedding turns, if the config does not say
+    ropes           the scalings of rotary embeddings that are computed
+    mixture         how a mixture scores experts; "" is none
+    """
+
+    bias: bool | str = False
+    norm: bool | str = False
+    latent: bool = False
+    rotary: float = 1.0
+    ropes: tuple[str, ...] = ("default", "llama3")
+    mixture: Literal["", "softmax", "sigmoid"] = ""
+
+
+FAMILIES: Mapping[str, Family] = {
+    "llama": Family(),
+    "qwen2": Family(bias=True),
+    "qwen3": Family(norm=True),
+    "qwen3_moe": Family(norm=True, mixture="softmax"),
+    "glm4_moe": Family(bias="attention_bias", norm="use_qk_norm", rotary=0.5, mixture="sigmoid"),
+    "deepseek_v3": Family(latent=True, ropes=("default", "yarn"), mixture="sigmoid"),
+}
+_REFUSED: Mapping[str, str] = {  # families that are known, and why no engine builds them layer by layer
+    "gpt_oss": "Megatron-core 0.16.1 computes neither attention sinks nor sliding windows without Transformer Engine",
+}
+
+
+def knows(config: Mapping[str, Any]) -> bool:
+    """Whether `decoder_of` accepts it."""
+    return not any(_problems(config, ""))
+
+
+def decoder_of(config: Mapping[str, Any], where: str) -> Decoder:
+    """Read a config. Raises StageError for settings that would be computed differently, and KeyError if it lacks a
+    number."""
+    if problems := list(_problems(config, where)):
+        raise StageError(*problems)
+    family = FAMILIES[config["model_type"]]
+    mixer = _latent(config) if family.latent else _grouped(config, family)
+    layers = [Layer(mixer=mixer, mlp=_mlp(config, family, number)) for number in range(config["num_hidden_layers"])]
+    return Decoder(
+        layers=tuple(layers),
+        hidden=config["hidden_size"],
+        vocab=config["vocab_size"],
+        tied=bool(config.get("tie_word_embeddings")),
+        eps=config["rms_norm_eps"],
+        rope=_rope(config, family, mixer),
+    )
+
+
+def _problems(config: Mapping[str, Any], where: str) -> Iterator[Problem]:
+    name = config.get("model_type")
+    family = FAMILIES.get(str(name))
+    if family is None:
+        yield Problem(
+            where=where,
+            what=f"the model is a {name!r}",
+            why=_REFUSED.get(str(name), "the backend 'megatron' builds " + ", ".join(FAMILIES)),
+            fix="one of these architectures, or backend='torch'" if name not in _REFUSED else "backend='torch'",
+        )
+        return
+    rope = _rope_settings(config)
+    kind, act = rope.get("rope_type", "default"), config.get("hidden_act")
+    biased = bool(config.get("attention_bias")) and family.bias != "attention_bias"
+    unequal = config.get("num_key_value_heads") not in (None, config.get("num_attention_heads"))
+    for what, differs, why in (
+        (f"rope_type={kind!r}", kind not in family.ropes, f"of this family, {' and '.join(family.ropes)} are computed"),
+        (f"hidden_act={act!r}", act != "silu", "experts and MLPs are SwiGLU"),
+        ("attention_bias=True", biased, "these projections have no bias here"),
+        ("mlp_bias=True", bool(config.get("mlp_bias")), "feed-forward parts have no bias here"),
+        ("use_sliding_window=True", bool(config.get("use_sliding_window")), "attention is over the whole sequence"),
+        ("a quantization_config", bool(config.get("quantization_config")), "weights are read as they are stored"),
+        ("fewer key-value heads than heads", family.latent and unequal, "each head has its own keys and values"),
+    ):
+        if differs:
+            yield Problem(where=where, what=f"the model's config has {what}", why=why, fix="backend='torch'")
+
+
+def _has(config: Mapping[str, Any], said: bool | str) -> bool:
+    return bool(config.get(said)) if isinstance(said, str) else said
+
+
+def _grouped(config: Mapping[str, Any], family: Family) -> Grouped:
+    heads = config["num_attention_heads"]
+    return Grouped(
+        heads=heads,
+        groups=config.get("num_key_value_heads") or heads,
+        head_dim=config.get("head_dim") or config["hidden_size"] // heads,
+        bias=_has(config, family.bias),
+        norm=_has(config, family.norm),
+    )
+
+
+def _latent(config: Mapping[str, Any]) -> Latent:
+    rope = _rope_settings(config)
+    sharpness = 1.0
+    if rope.get("rope_type", "default") != "default" and (share := rope.get("mscale_all_dim")):
+        sharpness = _growth(rope["factor"], share) ** 2
+    return Latent(
+        heads=config["num_attention_heads"],
+        query=config.get("q_lora_rank") or 0,
+        key_value=config["kv_lora_rank"],
+        plain=config["qk_nope_head_dim"],
+        rotary=config["qk_rope_head_dim"],
+        value=config["v_head_dim"],
+        interleaved=bool(config.get("rope_interleave", True)),
+        sharpness=sharpness,
+    )
+
+
+def _mlp(config: Mapping[str, Any], family: Family, number: int) -> Mlp:
+    """The feed-forward part of a layer, counted from 0."""
+    if family.mixture == "softmax" and _is_sparse(config, number):
+        return Sparse(
+            experts=config.get("num_experts") or config["num_local_experts"],
+            chosen=config["num_experts_per_tok"],
+            inner=config["moe_intermediate_size"],
+            renormalised=bool(config["norm_topk_prob"]),
+        )
+    if family.mixture == "sigmoid" and number >= config["first_k_dense_replace"]:
+        return Sparse(
+            experts=config.get("n_routed_experts") or config["num_local_experts"],
+            chosen=config["num_experts_per_tok"],
+            inner=config["moe_intermediate_size"],
+            renormalised=bool(config["norm_topk_prob"]),
+            sigmoid=True,
+            divisions=config["n_group"],
+            kept=config["topk_group"],
+            scale=float(config["routed_scaling_factor"]),
+            shared=config["moe_intermediate_size"] * (config["n_shared_experts"] or 0),
+        )
+    return Dense(inner=config["intermediate_size"])
+
+
+def _is_sparse(config: Mapping[str, Any], number: int) -> bool:
+    """Whether a layer of a Qwen mixture has experts."""
+    dense = number in (config.get("mlp_only_layers") or ())
+    return not dense and (number + 1) % (config.get("decoder_sparse_step") or 1) == 0
+
+
+def _rope(config: Mapping[str, Any], family: Family, mixer: Mixer) -> Rope:
+    rope = _rope_settings(config)
+    part = rope.get("partial_rotary_factor", config.get("partial_rotary_factor")) or family.rotary
+    dims = mixer.rotary if isinstance(mixer, Latent) else int(mixer.head_dim * part)
+    scalings: dict[str, Callable[[Mapping[str, Any]], Llama3Rope | Yarn]] = {"llama3": _llama3, "yarn": _yarn}
+    scaling = scalings.get(rope.get("rope_type", "default"))
+    return Rope(base=float(rope["rope_theta"]), dims=dims, scaling=scaling(rope) if scaling else None)
+
+
+def _rope_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The rotary settings, which older configs spread over two keys."""
+    if config.get("rope_parameters"):
+        return {"rope_theta": 10000.0} | config["rope_parameters"]
+    scaling = dict(config.get("rope_scaling") or {})
+    scaling.setdefault("rope_type", scaling.get("type", "default"))
+    return {"rope_theta": config.get("rope_theta", 10000.0)} | scaling
+
+
+def _llama3(rope: Mapping[str, Any]) -> Llama3Rope:
+    return Llama3Rope(
+        factor=rope["factor"],
+        low=rope["low_freq_factor"],
+        high=rope["high_freq_factor"],
+        original=rope["original_max_position_embeddings"],
+    )
+
+
+def _yarn(rope: Mapping[str, Any]) -> Yarn:
+    factor, own, share = rope["factor"], rope.get("mscale"), rope.get("mscale_all_dim")
+    amplitude = _growth(factor, own) / _growth(factor, share) if own and share else _growth(factor, 1.0)
+    return Yarn(
+        factor=factor,
+        original=rope["original_max_position_embeddings"],
+        fast=rope.get("beta_fast") or 32,
+        slow=rope.get("beta_slow") or 1,
+        amplitude=rope["attention_factor"] if rope.get("attention_factor") is not None else amplitude,
+        truncated=rope.get("truncate", True),
+    )
+
+
+def _growth(factor: float, share: float) -> float:
+    """YaRN's 0.1 ln(factor) + 1, with a share of the logarithm."""
+    return 0.1 * share * math.log(factor) + 1.0 if factor > 1 else 1.0

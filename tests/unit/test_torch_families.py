@@ -1,0 +1,79 @@
+"""Families with routed experts on the torch backend: scores, packed rows, updates, and what keeps its precision."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from pipeline import Model
+from pipeline.declare.columns import Ragged
+from pipeline.declare.sharding import Packed, Plain, Sharding
+from stages import ClippedLoss
+from stages.backends import Batch, Optimization, one_shard
+from stages.backends.model.build import load_network, load_tokenizer
+from stages.backends.model.places import placed
+from stages.backends.model.weights import weights
+from stages.backends.torch.optimize import TorchLearner
+from stages.backends.torch.score import score
+from tests.unit.test_folder import DEEPSEEK, GLM
+from tests.unit.tiny import QWEN3
+
+torch.set_num_threads(1)
+GPT_OSS = QWEN3 | {
+    "model_type": "gpt_oss",
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "sliding_window": 4,  # shorter than the samples
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}
+FAMILIES = {"glm4_moe": GLM, "deepseek_v3": DEEPSEEK, "gpt_oss": GPT_OSS}
+PROMPTS = Ragged(torch.arange(2, 12), (2, 5, 3))
+RESPONSES = Ragged(torch.arange(9, 0, -1) % 7 + 2, (4, 1, 4))
+
+
+def network(family: str, dtype: torch.dtype = torch.float32) -> Any:
+    model = Model(family, config=FAMILIES[family], alphabet="0123456789")
+    made = load_network(model, load_tokenizer(model), dtype=dtype, device=torch.device("cpu"))
+    for name, constant in made.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            constant.copy_(torch.linspace(-0.3, 0.3, len(constant)))
+    return made
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_scores_are_those_of_samples_alone_in_rectangles_and_in_packed_rows(family: str) -> None:
+    made, wanted = network(family), []
+    with torch.no_grad():
+        for prompt, response in zip(PROMPTS.rows(), RESPONSES.rows()):
+            logits = made(torch.cat([prompt, response])[None]).logits[0, len(prompt) - 1 : -1]
+            wanted.append(logits.log_softmax(-1).gather(-1, response[:, None])[:, 0])
+    for cut in (Plain(), Packed(16)):
+        shard = one_shard(PROMPTS, RESPONSES, Sharding.of(cut))
+        scored = score(made, PROMPTS, RESPONSES, shard, temperature=1.0, pad=0)
+        torch.testing.assert_close(scored.values, torch.cat(wanted), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_update_changes_all_weights_and_no_constant(family: str) -> None:
+    made, old = network(family), Ragged(torch.full((9,), -2.3), RESPONSES.lengths)
+    before = weights(made)
+    learner = TorchLearner(made, Optimization(lr=1e-2, weight_decay=0.1), pad=0)
+    batch = Batch(PROMPTS, RESPONSES, torch.tensor([1.0, -1.0, 0.5]), old, old, old)
+    (update,) = one_shard(PROMPTS, RESPONSES, Sharding.of(Packed(16))).updates
+    learner.update(batch, ClippedLoss(), temperature=1.0, update=update, packed=True)
+    same = [name for name, tensor in weights(made).items() if torch.equal(tensor, before[name])]
+    assert same == [name for name in before if name.endswith("e_score_correction_bias")]
+    assert len(same) == (family != "gpt_oss")
+
+
+@pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3"])
+def test_the_bias_of_experts_keeps_float32_when_weights_are_halved(family: str) -> None:
+    made = network(family, torch.bfloat16)
+    tensors, _, held = placed(made, torch.bfloat16)
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    assert {each.dtype for each in tensors.values()} == {"bfloat16", "float32"}
+    assert tensors[name].dtype == "float32" and held[name].dtype == weights(made, torch.bfloat16)[name].dtype
+    assert held[name].tolist() == torch.linspace(-0.3, 0.3, 4).tolist()
+    assert all(tensor.dtype == torch.bfloat16 for other, tensor in held.items() if other != name)
