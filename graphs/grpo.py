@@ -15,6 +15,7 @@ from stages import (
     Advantage,
     ClippedLoss,
     Dynamic,
+    LoRA,
     Packed,
     PrevLogprobs,
     Prompts,
@@ -45,6 +46,7 @@ def graph(
     max_tokens: int = 512,
     microbatch: int = 8192,
     minibatches: int = 4,
+    lora_rank: int = 0,
     lr: float = 1e-6,
     kl: float = 0.001,
 ) -> Graph:
@@ -66,10 +68,11 @@ def graph(
     max_tokens          maximum tokens per response
     microbatch          tokens in one pass of the trainer, padding included; the longest prompt and max_tokens must fit
     minibatches         optimizer updates per batch
-    lr                  learning rate
+    lora_rank           rank of an adapter that is trained in the place of the model (docs/lora.md); 0 trains the model
+    lr                  learning rate; an adapter needs about ten times that of a whole model
     kl                  weight of the KL divergence from the model before training; above 0
     """
-    policy = Model(model)
+    policy = Model(model, lora=LoRA(rank=lora_rank) if lora_rank else None)
     sampler = WorkerGroup("sampler", backend=generator, gpus=sampler_gpus)
     learner = WorkerGroup("learner", backend=trainer, gpus=learner_gpus, colocated=sampler if colocated else None)
     loss = ClippedLoss(kl=kl, correction=TruncatedIS(cap=2.0))  # its weights are 1 if nothing is stale

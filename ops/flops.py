@@ -194,6 +194,7 @@ def model_flops(
     training: bool,
     logits: Sequence[int] | None = None,
     causal: bool = True,
+    frozen: bool = False,
 ) -> float:
     """Return the operations of a forward pass over sequences of `lengths` tokens; with `training`, also of the backward
     pass.
@@ -205,6 +206,7 @@ def model_flops(
     logits  number of positions of each sequence whose logits are computed; None is all of them
     causal  count only the n (n + 1) / 2 unmasked pairs; False counts all n^2, as PaLM does and as kernels without a
             causal mask compute
+    frozen  the weights have no gradients: an adapter is trained, whose own operations are not counted
 
     Raises ValueError if a length is negative, or `logits` does not match `lengths`.
     """
@@ -214,9 +216,11 @@ def model_flops(
             f"logits at {list(positions)[:8]} positions do not fit sequences of {list(lengths)[:8]} tokens"
         )
     pairs = sum(n * (n + 1) // 2 if causal else n * n for n in lengths)
-    forward = 2.0 * (sum(lengths) * shape.layer_weights + sum(positions) * shape.logit_weights)
-    forward += 2.0 * pairs * shape.layers * shape.pair_products
-    return forward * (3 if training else 1)
+    products = 2.0 * (sum(lengths) * shape.layer_weights + sum(positions) * shape.logit_weights)
+    attention = 2.0 * pairs * shape.layers * shape.pair_products
+    if not training:
+        return products + attention
+    return products * (2 if frozen else 3) + attention * 3
 
 
 def quadratic_cost(shape: Transformer) -> float:

@@ -3,12 +3,14 @@
 --perfetto writes Chrome's trace format, which ui.perfetto.dev and chrome://tracing open: one track per worker (more if
 its streams overlap), the critical path, the driver, and counters of groups present, version and staleness. --csv writes
 spans.csv, metrics.csv, path.csv and gaps.csv. --samples writes the kept samples as a TensorDict, for torch.load.
---model writes the trained model as a Hugging Face folder, from the newest complete checkpoint or that of --step. RUN
-may be live, finished, failed or killed. All starts of a resumed run are exported; the critical path and the gaps are
-those of the last. Exit codes: 0 done; 2 RUN, a flag or a file is wrong; 6 a checkpoint is damaged.
+--model writes the trained model as a Hugging Face folder, from the newest complete checkpoint or that of --step; an
+adapter as a folder of PEFT, or, with --merge, added to the model in the folder BASE. RUN may be live, finished, failed
+or killed. All starts of a resumed run are exported; the critical path and the gaps are those of the last. Exit codes: 0
+done; 2 RUN, a flag or a file is wrong; 6 a checkpoint is damaged.
 
     python -m pipeline.export runs/quickstart-... --perfetto trace.json --csv tables
     python -m pipeline.export runs/quickstart-... --model model --step 100
+    python -m pipeline.export runs/grpo-... --model model --merge Qwen3-0.6B
 
 Functions do the same; those that yield text read the record incrementally:
 
@@ -45,15 +47,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(argv: list[str]) -> int:
     options = _parser().parse_args(argv)
-    if options.step is not None and not options.model:
-        raise GraphError(
-            Problem(
-                where="--step",
-                what="no --model is given",
-                why="it selects the checkpoint of the exported model",
-                fix=f"--model FOLDER --step {options.step}",
+    for flag, value, why in (
+        ("--step", options.step, "it selects the checkpoint of the exported model"),
+        ("--merge", options.merge, "it names the model to which the exported adapter is added"),
+    ):
+        if value is not None and not options.model:
+            raise GraphError(
+                Problem(where=flag, what="no --model is given", why=why, fix=f"--model FOLDER {flag} {value}")
             )
-        )
     if options.run is None or not (options.perfetto or options.csv or options.samples or options.model):
         raise GraphError(
             Problem(
@@ -75,7 +76,7 @@ def _main(argv: list[str]) -> int:
     if options.samples:
         _write(Path(options.samples), _saved(run), f"--samples {options.samples}")
     if options.model:
-        export_model(run, options.step, Path(options.model))
+        export_model(run, options.step, Path(options.model), Path(options.merge) if options.merge else None)
     return 0
 
 
@@ -132,6 +133,7 @@ def _parser() -> Parser:
     parser.add_argument("--csv", metavar="FOLDER", help="write spans.csv, metrics.csv, path.csv and gaps.csv there")
     parser.add_argument("--samples", metavar="FILE", help="write the kept samples as a TensorDict, for torch.load")
     parser.add_argument("--model", metavar="FOLDER", help="write the model of a checkpoint as a Hugging Face folder")
+    parser.add_argument("--merge", metavar="BASE", help="with --model: add the adapter to the model in this folder")
     parser.add_argument("--step", type=natural, metavar="N", help="export the model after N steps; default: the newest")
     return parser
 

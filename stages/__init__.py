@@ -10,6 +10,7 @@ from stages.advantage import Advantage
 from stages.evaluate import Evaluate
 from stages.filter import Filter
 from stages.logprobs import PrevLogprobs, RefLogprobs
+from stages.lora import LoRA
 from stages.losses import (
     CispoLoss,
     ClippedLoss,
@@ -43,6 +44,7 @@ __all__ = [
     "Filter",
     "Generated",
     "IcePop",
+    "LoRA",
     "Mixture",
     "Packed",
     "PolicyLoss",

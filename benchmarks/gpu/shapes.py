@@ -25,6 +25,7 @@ SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention
 SHAPES: dict[str, dict[str, Any]] = {
     "0.6B": QWEN3 | dict(zip(SIZES, (1024, 3072, 28, 16))),
     "4B": QWEN3 | dict(zip(SIZES, (2560, 9728, 36, 32))),
+    "8B": QWEN3 | dict(zip(SIZES, (4096, 12288, 36, 32))) | {"tie_word_embeddings": False},
     "tiny": QWEN3 | dict(zip(SIZES, (64, 128, 2, 8))) | {"vocab_size": 2048, "head_dim": 32},
 }
 MIXTURE = QWEN3 | {  # huggingface.co/Qwen/Qwen3-30B-A3B, config.json, except for the number of layers

@@ -14,11 +14,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from pipeline.cli import console
+from pipeline.cli.merged import ADAPTER, CONFIG, write_merged
 from pipeline.declare.saved_model import MODEL, TENSORS, Pieces, read_tensors_json
 from pipeline.errors import CheckpointError, GraphError, Problem, as_os_error, counted
 from pipeline.reading import reason
@@ -34,9 +36,10 @@ FILE_BYTES = 4 << 30  # size of one file of weights; the host holds one at a tim
 SHOWN = 10  # steps in a message
 
 
-def export_model(run: Path, step: int | None, target: Path) -> None:
+def export_model(run: Path, step: int | None, target: Path, merge: Path | None = None) -> None:
     """Write the newest complete checkpoint, or the one of `step`, into the new folder `target`; if several stages train
-    a model, one folder per stage below it. Raises GraphError or CheckpointError, and leaves nothing then."""
+    a model, one folder per stage below it. An adapter is written as PEFT does, or added to the model in the folder
+    `merge`. Raises GraphError or CheckpointError, and leaves nothing then."""
     open_run(run)  # raises if there is no such run
     run_dir = RunDir(run)
     _check_target(run, target)
@@ -51,6 +54,9 @@ def export_model(run: Path, step: int | None, target: Path) -> None:
                 fix="resume the run, which writes newer checkpoints with this version, or name another run",
             )
         )
+    adapters = [one for one in described if (one / CONFIG).as_posix() in manifest.files]
+    if merge is not None and len(adapters) != 1:
+        raise GraphError(_not_one(folder, merge, len(adapters)))
     partial = target.with_name(f".{target.name}.partial")
     try:
         shutil.rmtree(partial, ignore_errors=True)
@@ -59,6 +65,11 @@ def export_model(run: Path, step: int | None, target: Path) -> None:
             made.mkdir(parents=True)
             with _whole(folder / one, target):
                 _write(folder, one, manifest, made)
+            if merge is not None and one in adapters:
+                with TemporaryDirectory(dir=target.parent) as apart:
+                    adapter = made.rename(Path(apart) / "adapter")
+                    made.mkdir()
+                    write_merged(adapter, merge, made)
         checkpoint.sync_all(partial)
         partial.rename(target)
     except OSError as error:
@@ -73,7 +84,17 @@ def export_model(run: Path, step: int | None, target: Path) -> None:
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     size_bytes = sum(path.stat().st_size for path in target.rglob("*.safetensors"))
-    print(f"{target}: the model after step {manifest.steps}, {size_bytes:,} bytes of weights")
+    kind = "adapter" if adapters and merge is None else "model"
+    print(f"{target}: the {kind} after step {manifest.steps}, {size_bytes:,} bytes of weights")
+
+
+def _not_one(folder: Path, merge: Path, adapters: int) -> Problem:
+    return Problem(
+        where=f"--merge {merge}",
+        what=f"the checkpoint in {str(folder)!r} has {counted(adapters, 'adapter')}",
+        why="one adapter is added to the model that it belongs to",
+        fix="leave out --merge",
+    )
 
 
 def _check_target(run: Path, target: Path) -> None:
@@ -124,7 +145,7 @@ def _write(folder: Path, described: Path, manifest: Manifest, made: Path) -> Non
         kinds |= {str(tensor.dtype).removeprefix("torch.") for tensor in lot.values() if tensor.is_floating_point()}
     names = [f"model-{i + 1:05}-of-{len(files):05}.safetensors" for i in range(len(files))]
     if len(files) == 1:
-        names = ["model.safetensors"]
+        names = [ADAPTER if (described / CONFIG).as_posix() in manifest.files else "model.safetensors"]
     for number, name in enumerate(names):
         (made / _part(number)).rename(made / name)
     if len(files) > 1:

@@ -40,6 +40,7 @@ class Backend:
     slices    whether context-parallel workers divide packed rows and nothing else, so that stages need Packed
     own_classes  whether it builds models from its own classes and safetensors only, so that it cannot run code that
               comes with a model; Model(trust_remote_code=True) is then refused
+    adapts    whether it trains or serves adapters; Model(lora=...) is refused otherwise
     """
 
     name: str
@@ -54,6 +55,7 @@ class Backend:
     shares: bool = False
     slices: bool = False
     own_classes: bool = False
+    adapts: bool = False
 
 
 PLAIN = Backend(name="python")  # plain functions

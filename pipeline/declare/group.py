@@ -46,7 +46,8 @@ class Model(_Located):
     alphabet    with `config`: the characters of its tokenizer, one token each; or the word "bytes": every text, one
                 token per byte
     warm_start  with any source: a description with a method `run(model, tokenizer, seed)`, applied once after loading
-    seed        of the random weights, with `config`
+    lora        train an adapter and leave the model as it is: `stages.LoRA(rank=16)`
+    seed        of the random weights, with `config` or `lora`
     trainable   False for a frozen copy (a reference model)
     trust_remote_code  with the torch backend: also load a model that has pickled weights and no safetensors, or Python
                 code of its own (auto_map), which then runs in the workers
@@ -58,6 +59,7 @@ class Model(_Located):
     warm_start: Any = None
     seed: int = 0
     trainable: bool = True
+    lora: Any = field(default=None, kw_only=True)
     trust_remote_code: bool = field(default=False, kw_only=True)
 
     def frozen(self) -> Model:

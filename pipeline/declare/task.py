@@ -103,10 +103,10 @@ class StageContext:
 
     `shared` lives as long as the worker and is common to all its stages; it holds their backend. Its values may have
     `close()`, called at the end, and, in groups that share GPUs, `sleep(room)` and `wake()`, see
-    `pipeline.declare.held`. `group_size` is the number of samples per prompt in this graph, `steps` that of the
-    schedule; `run_dir` is None if nothing is recorded. `ranks` are the worker's peers in its group. `cancelled` holds
-    the admission numbers of canceled groups; a stream checks it between two tokens. `in_turns` is true if other groups
-    compute on the same GPUs, in turns.
+    `pipeline.declare.held`. `group_size` is the number of samples per prompt in this graph, `steps` and `max_staleness`
+    are those of the schedule; `run_dir` is None if nothing is recorded. `ranks` are the worker's peers in its group.
+    `cancelled` holds the admission numbers of canceled groups; a stream checks it between two tokens. `in_turns` is
+    true if other groups compute on the same GPUs, in turns.
     """
 
     group: WorkerGroup
@@ -119,3 +119,4 @@ class StageContext:
     ranks: Ranks = field(default_factory=Ranks)
     cancelled: set[int] = field(default_factory=set)
     in_turns: bool = False
+    max_staleness: int = 0

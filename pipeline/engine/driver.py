@@ -121,6 +121,7 @@ class Driver:
             run_dir=self.run_dir.path if self.run_dir else None,
             mark=mark,
             in_turns=frozenset(group.name for group in self.plan.groups if self.plan.partners(group.name)),
+            max_staleness=self.graph.schedule.max_staleness,
         )
 
         def bring_up() -> Iterable[trace.Placed]:

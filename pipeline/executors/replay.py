@@ -123,6 +123,7 @@ def run_again(graph: Graph, folder: Path, task: Task, columns: Columns) -> Outpu
         run_dir=None,
         shared={},
         steps=graph.schedule.steps,
+        max_staleness=graph.schedule.max_staleness,
     )
     try:
         return _run(graph, stage, stage.setup(context), task, columns)

@@ -59,6 +59,7 @@ class WorkerSettings:
     mark: str = ""
     folders: tuple[str, ...] = ()
     in_turns: frozenset[str] = frozenset()
+    max_staleness: int = 0
 
 
 class Worker:
@@ -120,6 +121,7 @@ class Worker:
             ranks=self.ranks,
             cancelled=self._cancelled,
             in_turns=self.group.name in self.settings.in_turns,
+            max_staleness=self.settings.max_staleness,
         )
         for stage in self.stages.values():
             try:

@@ -46,6 +46,7 @@ from stages.backends.interface import (
     part,
     samples_of,
 )
+from stages.lora import LoRA, group_problems, lora_problems
 from stages.model_files import code_problems, lacking_problems, tokenizer_faults
 from stages.model_shape import known_config, read_config, shape_faults
 from stages.model_weights import weight_faults
@@ -91,6 +92,7 @@ for _backend in (
         opener="stages.backends.torch.engine:open_engine",
         checks="stages.backends.torch.limits:problems",
         separates=False,
+        adapts=True,
     ),
     Backend(
         name="vllm",
@@ -102,6 +104,7 @@ for _backend in (
         fits="stages.backends.vllm.limits:fits",
         leads=True,
         own_classes=True,
+        adapts=True,
     ),
     Backend(
         name="megatron",
@@ -114,6 +117,7 @@ for _backend in (
         shares=True,
         slices=True,
         own_classes=True,
+        adapts=True,
     ),
 ):
     register(_backend)
@@ -239,6 +243,8 @@ def backend_problems(
         )
     if backend.own_classes and stage:
         yield from (_trusts(model, backend) for model in stage.uses if model.trust_remote_code is True)
+    for model in stage.uses if stage else ():
+        yield from group_problems(model, group)
     not_found = list(_import_problems(backend, group))
     yield from [] if not_found else _own_checks(backend, group, stage, where)
     yield from list(_package_problems(backend, group, has)) or not_found  # a missing package may explain the rest
@@ -343,6 +349,8 @@ def model_problems(model: Model) -> Iterator[Problem]:
          "warm_start=Supervised(task, steps=60)"),
         ("trust_remote_code", isinstance(model.trust_remote_code, bool), "trust_remote_code must be True or False",
          "trust_remote_code=False"),
+        ("lora", isinstance(model.lora, LoRA | None), "an adapter is described by LoRA, or there is none",
+         "lora=LoRA(rank=16)"),
     ):  # fmt: skip
         if not legal:
             what = f"{name}={shown(getattr(model, name))} of a Model"
@@ -357,6 +365,7 @@ def model_problems(model: Model) -> Iterator[Problem]:
             why="it yields what, why and fix of each wrong parameter",
             fix=f"correct {kind}.problems()",
         )
+    yield from lora_problems(model)
     if model.config is None:
         yield from _folder_problems(model)
         return

@@ -281,15 +281,16 @@ class BaseTrainer(Tokenizers, ABC):
     def flops(
         self, model: Model, prompt_ids: Ragged, response_ids: Ragged, *, training: bool, spared: Sequence[int] = ()
     ) -> float | None:
-        """Operations of a forward pass of the whole model, or of both passes; None unless it is a Llama-style
-        transformer."""
+        """Operations of a forward pass of the whole model, or of both passes, without those of an adapter; None unless
+        it is a Llama-style transformer."""
         try:
             shape = Transformer.of(self._config(model))
         except ValueError:
             return None
         lengths = [p + t - 1 for p, t in zip(prompt_ids.lengths, response_ids.lengths)]  # the last token is not input
-        done = model_flops(shape, lengths, training=training, logits=response_ids.lengths)
-        return done - model_flops(shape, spared, training=training, logits=[0] * len(spared))
+        kind = {"training": training, "frozen": model.lora is not None}
+        done = model_flops(shape, lengths, logits=response_ids.lengths, **kind)
+        return done - model_flops(shape, spared, logits=[0] * len(spared), **kind)
 
     @abstractmethod
     def describe(self, model: Model, folder: Path) -> None:

@@ -35,6 +35,7 @@ from stages.backends.megatron.folder import gathered
 from stages.backends.megatron.groups import Groups, join
 from stages.backends.megatron.learner import MegatronLearner
 from stages.backends.megatron.parts import stage_layers
+from stages.lora import LoRA
 from stages.losses import ClippedLoss, TruncatedIS
 from tests.engines.gathered_attention import GatheredAttention
 from tests.shares import weight_hash
@@ -144,8 +145,10 @@ class Case:
     microbatching: Microbatching = field(default_factory=lambda: Plain(2))
     recompute: bool = False
     grouped: bool = False
+    lora: LoRA | None = None
 
 
+ADAPTER = LoRA(rank=4, alpha=8)
 CASES = {
     "tensor": Case("qwen3", RankLayout(tensor=2)),
     "tensor, bias": Case("qwen2", RankLayout(tensor=2), microbatching=Packed(64)),
@@ -170,6 +173,13 @@ CASES = {
     "shared, data": Case("qwen3", RankLayout(data=2), microbatching=Packed(40), grouped=True),
     "shared, pipeline": Case("llama", RankLayout(pipeline=2), microbatching=Packed(40), recompute=True, grouped=True),
     "shared, expert": Case("qwen3_moe", RankLayout(data=2), expert=2, microbatching=Packed(64), grouped=True),
+    "adapter, tensor": Case("qwen3", RankLayout(tensor=2), lora=ADAPTER),
+    "adapter, data": Case("qwen2", RankLayout(data=2), microbatching=Packed(64), recompute=True, lora=ADAPTER),
+    "adapter, pipeline": Case("qwen3", RankLayout(pipeline=2), lora=ADAPTER),
+    "adapter, experts": Case("qwen3_moe", RankLayout(tensor=2), lora=ADAPTER),
+    "adapter, latent": Case("deepseek_v3", RankLayout(tensor=2), expert=2, expert_tensor=1, lora=ADAPTER),
+    "adapter, latent, plain": Case("deepseek_v3, plain", RankLayout(pipeline=2), lora=ADAPTER),
+    "adapter, glm": Case("glm4_moe", RankLayout(tensor=2), microbatching=Packed(64), recompute=True, lora=ADAPTER),
     "glm, tensor": Case("glm4_moe", RankLayout(tensor=2)),
     "glm, pipeline": Case("glm4_moe", RankLayout(pipeline=2), microbatching=Packed(64), recompute=True),
     "glm, shared, expert": Case("glm4_moe", RankLayout(data=2), expert=2, microbatching=Packed(64), grouped=True),
@@ -251,7 +261,7 @@ def measure(engine: MegatronEngine, folder: Path, case: Case) -> tuple[dict[str,
     """Return logprobs before the first update, its gradients, weights and logprobs after two updates, and metrics.
 
     Raises AssertionError if the exported weights are not byte for byte those that were loaded."""
-    model, whole = Model(str(folder)), frozen_batch(grouped=case.grouped)
+    model, whole = Model(str(folder), lora=case.lora), frozen_batch(grouped=case.grouped)
     ranks = engine.groups.ranks
     groups = GROUPS if case.grouped else ()
     shard = shards_of(whole, case.microbatching, ranks.layout.data, groups=groups)[ranks.replica]
@@ -269,7 +279,7 @@ def measure(engine: MegatronEngine, folder: Path, case: Case) -> tuple[dict[str,
     loaded = engine.trained_weights(model)
     before = engine.score(model, *given, temperature=TEMPERATURE)
     found, metrics = gradients(learner, batch, shard), {}
-    if ranks.rank == 0:
+    if ranks.rank == 0 and case.lora is None:
         saved = load_file(folder / "model.safetensors")
         assert loaded.keys() == saved.keys()
         assert all(torch.equal(held, saved[name].to(held.dtype)) for name, held in loaded.items())

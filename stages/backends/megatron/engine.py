@@ -24,6 +24,7 @@ from pipeline.declare.sharding import Shard
 from stages.backends import Optimization
 from stages.backends.device import claim
 from stages.backends.megatron import fused
+from stages.backends.megatron.adapters import attach, without
 from stages.backends.megatron.checkpoint import pieces
 from stages.backends.megatron.config import transformer_config
 from stages.backends.megatron.folder import copy_description, fill, gathered, write
@@ -33,7 +34,7 @@ from stages.backends.megatron.network import Network
 from stages.backends.megatron.passes import score
 from stages.backends.megatron.places import places, tensors
 from stages.backends.model.families import decoder_of
-from stages.backends.model.folder import model_folder
+from stages.backends.model.folder import base_of, model_folder, write_adapter_description
 from stages.backends.model.places import Placed
 from stages.backends.model.text import identity
 from stages.backends.trainer import BaseTrainer
@@ -86,7 +87,7 @@ class MegatronEngine(BaseTrainer):
         with self.groups.computing():
             if model.trainable or identity(model) not in self._learners:  # without a learner, both are equal
                 return score(held.network, prompt_ids, response_ids, shard, temperature=temperature)
-            with self._frozen(held):
+            with without(held.network) if model.lora else self._frozen(held):
                 return score(held.network, prompt_ids, response_ids, shard, temperature=temperature)
 
     def trained_weights(self, model: Model) -> dict[str, torch.Tensor]:
@@ -102,9 +103,14 @@ class MegatronEngine(BaseTrainer):
         """Write what makes the saved weights a Hugging Face folder."""
         if self.groups.ranks.rank == 0:
             held = self._of(model)
-            folder.mkdir()
-            copy_description(held.folder, folder)
-            write_tensors_json(folder, pieces(held.network))
+            found = pieces(held.network)
+            if model.lora is None:
+                folder.mkdir()
+                copy_description(held.folder, folder)
+            else:
+                base = base_of(model, self.run_dir)
+                found = write_adapter_description(model, found, self.tokenizer(model), base, folder)
+            write_tensors_json(folder, found)
 
     def _new_learner(self, model: Model, optimization: Optimization) -> MegatronLearner:
         return MegatronLearner(self.network(model), optimization)
@@ -131,6 +137,8 @@ class MegatronEngine(BaseTrainer):
                 config = transformer_config(decoder, self.groups, self.dtype, where, kernels)
                 network = Network(decoder, config, self.groups, kernels).to(self.groups.device)
             fill(network.weights, network.table, folder)
+            if key.lora is not None:
+                attach(network, key.lora, family=entries["model_type"], seed=key.seed, where=where)
             self._loaded[key] = _Loaded(folder, entries, network)
         return self._loaded[key]
 

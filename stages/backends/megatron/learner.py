@@ -43,7 +43,8 @@ class MegatronLearner(BaseLearner):
                 DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True),
                 network,
             )
-            network.sum_in_place()
+            if network.shape.lora is None:  # a frozen layer has no `main_grad`
+                network.sum_in_place()
             self.optimizer = get_megatron_optimizer(
                 OptimizerConfig(
                     optimizer="adam",

@@ -11,9 +11,10 @@ tensor-parallel part of each matrix. `rules.py` has the rules.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from stages.backends.megatron.adapter_names import adapter_parameters
 from stages.backends.megatron.parts import Part, stage_layers
 from stages.backends.megatron.rules import (
     BEFORE_MIXER,
@@ -75,7 +76,9 @@ def padded_vocab(decoder: Decoder, tensors: int) -> int:
 
 
 def parameters(decoder: Decoder, part: Part) -> dict[str, Parameter]:
-    """All parameters of a rank, by Megatron-core's names."""
+    """All parameters of a rank, by Megatron-core's names; with an adapter, those of the adapter."""
+    if decoder.lora is not None:
+        return adapter_parameters(parameters(replace(decoder, lora=None), part), decoder.lora)
     made = _Made({}, decoder.hidden, part)
     if part.stage == 0:
         made.add(FIRST, decoder)

@@ -9,6 +9,7 @@ the vocabulary, D head size.
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import chain
 
 import torch
 from megatron.core.models.gpt import GPTModel
@@ -82,9 +83,9 @@ class Network(GPTModel):
 
     @property
     def weights(self) -> dict[str, torch.Tensor]:
-        """What the model consists of, by Megatron-core's name: parameters, and constants that no update changes."""
-        constants = {name: tensor for name, tensor in self.named_buffers() if name in self.table}
-        return {**dict(self.named_parameters()), **constants}
+        """What the table names: parameters, and constants that no update changes; with an adapter, that alone."""
+        held = chain(self.named_parameters(), self.named_buffers())
+        return {name: tensor for name, tensor in held if name in self.table}
 
     def logprobs(self, hidden_SNH: torch.Tensor, row: PassRow, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
         """Logprob and entropy of each response token, [R]; on the last stage."""

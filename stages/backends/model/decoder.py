@@ -13,6 +13,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from stages.lora import LoRA
+
 
 @dataclass(frozen=True, kw_only=True)
 class Llama3Rope:
@@ -139,6 +141,7 @@ class Decoder:
     hidden, vocab   hidden size, vocabulary size
     tied            whether input and output embeddings are tied
     eps, rope       of the norms; of attention
+    lora            the adapter that is trained in its place
     """
 
     layers: tuple[Layer, ...]
@@ -147,6 +150,7 @@ class Decoder:
     tied: bool
     eps: float = 1e-6
     rope: Rope | None = None
+    lora: LoRA | None = None
 
     @property
     def mixers(self) -> list[Mixer]:

@@ -12,7 +12,7 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -23,7 +23,9 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from pipeline import Model, StageError
+from pipeline.declare.saved_model import Pieces
 from pipeline.errors import Problem, as_os_error
+from stages.backends.model.adapters import PEFT, write_adapter_config
 from stages.backends.model.build import load_network, load_tokenizer
 from stages.backends.model.text import identity
 from stages.backends.model.weights import weights
@@ -81,6 +83,25 @@ def write_description(network: PreTrainedModel, tokenizer: PreTrainedTokenizerBa
         if network.generation_config is not None:
             network.generation_config.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
+
+
+def base_of(model: Model, run_dir: Path | None) -> str | Path:
+    """Where the model lies to which an adapter belongs: its own source, or the folder of one that is built."""
+    is_built = model.config is not None or model.warm_start is not None
+    return model_folder(model, run_dir) if is_built else model.source
+
+
+def write_adapter_description(
+    model: Model, tensors: Mapping[str, Pieces], tokenizer: PreTrainedTokenizerBase, base: str | Path, folder: Path
+) -> dict[str, Pieces]:
+    """Write what makes an adapter a folder of PEFT, into a new folder: its configuration, which names the `base`, and
+    the tokenizer. Returns the tensors under PEFT's names."""
+    with as_os_error(folder):
+        folder.mkdir(_OWNERS)
+        layers = {name.rsplit(".", 3)[1] for name in tensors}
+        write_adapter_config(model.lora, layers, str(base), folder)
+        tokenizer.save_pretrained(folder)
+    return {PEFT + name: found for name, found in tensors.items()}
 
 
 def _from_hub(model: Model) -> Path:

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from pipeline import StageError
 from pipeline.errors import Problem
+from stages.backends.model.adapters import is_adapter
 from stages.backends.model.precision import kept_dtype
 from stages.backends.model.sharded import like, whole
 
@@ -52,10 +53,12 @@ def load_weights(network: nn.Module, new: Mapping[str, torch.Tensor]) -> None:
 
 
 def state(network: nn.Module) -> dict[str, torch.Tensor]:
-    """The live tensors of a network's state; a tied one under its first name."""
+    """The live tensors of a network's state; a tied one under its first name. Of a network with adapters, only these:
+    nothing else changes."""
     seen: set[tuple[int, tuple[int, ...]]] = set()
     found = {}
-    for name, tensor in network.state_dict(keep_vars=True).items():
+    held = network.state_dict(keep_vars=True)
+    for name, tensor in ({name: held[name] for name in held if is_adapter(name)} or held).items():
         nowhere = isinstance(tensor, DTensor) or tensor.is_meta
         identity = (id(tensor) if nowhere else tensor.data_ptr(), tuple(tensor.shape))
         if not tensor.numel() or identity not in seen:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import copy
 from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,8 +28,9 @@ from pipeline.errors import Problem
 from stages.backends import PULL, Cancelled, Decoded, Draws, Generation, Optimization, Route, Sampling, ServedWeights
 from stages.backends.device import claim
 from stages.backends.model import weights as weight_tools
+from stages.backends.model.adapters import attach, sharing
 from stages.backends.model.build import closing_tokens, load_network
-from stages.backends.model.folder import write_description
+from stages.backends.model.folder import base_of, write_adapter_description, write_description
 from stages.backends.model.places import Placed, pieces, placed
 from stages.backends.model.sharded import divide
 from stages.backends.model.text import identity
@@ -49,20 +51,22 @@ def open_engine(context: StageContext) -> TorchEngine:
     group, device = context.group, claim(context.group)
     dtype = torch.bfloat16 if group.gpus > 0 else torch.float32
     divided = group.fully_sharded and context.ranks.connected
-    return TorchEngine(device, dtype, context.ranks, divided=divided, worker=(context.rank, group.workers))
+    worker = (context.rank, group.workers)
+    return TorchEngine(device, dtype, context.ranks, divided=divided, worker=worker, run_dir=context.run_dir)
 
 
 class TorchEngine(BaseTrainer):
     """`stages.backends.Engine` on one device per rank. `divided` shards trained and frozen copies over the ranks;
-    `worker` is this worker's index in its group, and the number of workers."""
+    `worker` is this worker's index in its group, and the number of workers. In `run_dir` lie models that are built."""
 
     def __init__(
         self, device: torch.device, dtype: torch.dtype, ranks: Ranks | None = None, *, divided: bool = False,
-        worker: tuple[int, int] = (0, 1),
+        worker: tuple[int, int] = (0, 1), run_dir: Path | None = None,
     ) -> None:  # fmt: skip
         super().__init__(device, dtype, worker[0])
-        self.worker, self.ranks, self.divided = worker, ranks or Ranks(), divided
+        self.worker, self.ranks, self.divided, self.run_dir = worker, ranks or Ranks(), divided, run_dir
         self._builds: dict[Model, PreTrainedModel] = {}
+        self._bases: dict[Model, PreTrainedModel] = {}  # of models with adapters: shared by all roles
         self._networks: dict[tuple[Model, Role], PreTrainedModel] = {}
         self._versions: dict[Model, int] = {}  # of the weights that `serve` loaded
         self._between: set[Model] = set()  # models whose served copy has no version
@@ -73,7 +77,7 @@ class TorchEngine(BaseTrainer):
         """The copy of the model in this role; every call returns the same object."""
         key = identity(model)
         if (key, role) not in self._networks:
-            network = self._fresh(key)
+            network = self._adapted(key, role) if key.lora else self._fresh(key)
             if role != "trained":
                 network.requires_grad_(False)
             if self.divided and role != "served":
@@ -185,8 +189,14 @@ class TorchEngine(BaseTrainer):
         """Write what makes the saved weights a Hugging Face folder."""
         if self.ranks.rank == 0:
             network = self.network(model, "trained")
-            write_description(network, self.tokenizer(model), folder)
-            write_tensors_json(folder, pieces(network, WEIGHTS))
+            found = pieces(network, WEIGHTS)
+            if model.lora is None:
+                write_description(network, self.tokenizer(model), folder)
+            else:
+                found = write_adapter_description(
+                    model, found, self.tokenizer(model), base_of(model, self.run_dir), folder
+                )
+            write_tensors_json(folder, found)
 
     def _new_learner(self, model: Model, optimization: Optimization) -> TorchLearner:
         pad = _pad(self.tokenizer(model))
@@ -202,6 +212,17 @@ class TorchEngine(BaseTrainer):
         """Ids that end a response."""
         tokenizer = self.tokenizer(model)
         return sorted({*closing_tokens(network, tokenizer), *(_stop_token(tokenizer, text) for text in sampling.stop)})
+
+    def _adapted(self, key: Model, role: Role) -> PreTrainedModel:
+        """The model before training with an adapter of this role; the frozen copy has none."""
+        if key not in self._bases:
+            base = replace(key, source=str(base_of(key, self.run_dir)), config=None, alphabet=None, warm_start=None)
+            object.__setattr__(base, "location", key.location)
+            self._bases[key] = load_network(base, self.tokenizer(key), dtype=self.dtype, device=self.device)
+        network = sharing(self._bases[key])
+        if role != "frozen":
+            attach(network, key.lora, seed=key.seed, where=str(key.location))
+        return network
 
     def _fresh(self, key: Model) -> PreTrainedModel:
         """The model before training. A build that is costly to repeat is kept on the CPU."""

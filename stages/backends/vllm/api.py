@@ -10,6 +10,7 @@ import functools
 import importlib
 import os
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,9 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.peft_helper import PEFTHelper
+from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
@@ -45,6 +49,7 @@ from stages.backends.vllm.environment import SECOND_RUNNER, passes
 from stages.backends.vllm.limits import FREE_MEMORY
 from stages.backends.vllm.processes import forks
 from stages.backends.vllm.weights import RankAnswer
+from stages.lora import LoRA
 
 __all__ = [
     "AsyncLLM",
@@ -59,6 +64,8 @@ __all__ = [
     "WeightTransferEngineFactory",
     "WeightTransferInitInfo",
     "WeightTransferUpdateInfo",
+    "adapters_of",
+    "add_adapter",
     "bytes_in_use",
     "computes_on_cpu",
     "differing",
@@ -74,12 +81,16 @@ __all__ = [
     "parameters",
     "pause",
     "receive",
+    "receive_adapter",
+    "remove_adapter",
     "second_runner",
     "verify",
 ]
 
 SecondSampler: Any = importlib.import_module("vllm.v1.worker.gpu.sample.sampler").Sampler  # of the second model runner
 INTERVAL = 64  # tokens per request between two outputs
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM allocates slots for
+ADAPTERS = 256  # that wait in memory for a slot, at most; each takes memory only when it is there
 NGRAM = (2, 4)  # the fewest and the most last tokens that are looked up earlier in a request
 
 
@@ -90,11 +101,12 @@ def computes_on_cpu() -> bool:
 
 def open_llm(
     folder: Path, *, gpus: bool, tensor_parallel: int, memory: float, cache: str = "auto", speculate: int = 0,
-    draft: Path | None = None,
+    draft: Path | None = None, lora: LoRA | None = None, slots: int = 1,
 ) -> AsyncLLM:  # fmt: skip
     """Start an engine in the running event loop and wait until it is ready. On GPUs it takes the share `memory` of
     each, or nearly all that is free if that is less, and `cache` is the number format of keys and values. `speculate`
     tokens are drafted per step, by the model in the folder `draft` or by n-grams; call `verify` before any request.
+    `slots` is how many adapters, described by `lora`, it computes together.
 
     Raises ValueError or RuntimeError if it cannot start.
     """
@@ -104,6 +116,8 @@ def open_llm(
     if speculate:
         settings |= _speculation(speculate, draft, tensor_parallel)
         _end_at_stop_texts()
+    if lora is not None:
+        settings |= _adapters(lora, slots, families.family_of(folder))
     if gpus:
         settings |= {
             "enable_sleep_mode": True,
@@ -130,6 +144,8 @@ def open_llm(
     ).create_engine_config(UsageContext.LLM_CLASS)
     if not gpus:
         _check_head(config.model_config.get_head_size())
+        if lora is not None and config.model_config.get_num_experts():
+            raise ValueError("the CPU build computes no mixture of experts in an engine with adapters")
         if drafts := config.speculative_config:
             _check_head(drafts.draft_model_config.get_head_size())
     engine_utils.get_mp_context = forks
@@ -144,6 +160,21 @@ def _speculation(tokens: int, draft: Path | None, tensor_parallel: int) -> dict[
     else:
         by = {"method": "draft_model", "model": str(draft), "draft_tensor_parallel_size": tensor_parallel}
     return {"speculative_config": {"num_speculative_tokens": tokens, **by}, "async_scheduling": False}
+
+
+def _adapters(lora: LoRA, slots: int, family: str) -> dict[str, Any]:
+    """Settings of an engine with adapters. Layers without one, so experts, are left alone where vLLM can do so."""
+    if has_second_runner():
+        raise ValueError(f"only the first model runner has adapters, and {SECOND_RUNNER} chooses the second one")
+    settings: dict[str, Any] = {
+        "enable_lora": True,
+        "max_loras": slots,
+        "max_cpu_loras": max(ADAPTERS, slots),
+        "max_lora_rank": next(rank for rank in RANKS if rank >= lora.rank),
+    }
+    if any(each.name == "lora_target_modules" for each in fields(AsyncEngineArgs)):
+        settings["lora_target_modules"] = [*lora.names(family)]
+    return settings
 
 
 @functools.cache
@@ -219,12 +250,13 @@ def parameters(
 
 
 async def outputs(
-    llm: AsyncLLM, prompt: Sequence[int], params: SamplingParams, name: str
+    llm: AsyncLLM, prompt: Sequence[int], params: SamplingParams, name: str, adapter: int | None = None
 ) -> AsyncIterator[tuple[list[int], str | None]]:
     """Progress of a request: its tokens so far, in a list that grows, and finally the finish reason: stop, length,
-    abort."""
+    abort. `adapter` is the number of one that all ranks have."""
     tokens: list[int] = []
-    async for output in llm.generate({"prompt_token_ids": list(prompt)}, params, name):
+    lora = None if adapter is None else LoRARequest(f"adapter-{adapter}", adapter, "from memory")
+    async for output in llm.generate({"prompt_token_ids": list(prompt)}, params, name, lora_request=lora):
         made: Any = output.outputs[0]
         tokens.extend(made.token_ids)
         yield tokens, made.finish_reason
@@ -274,6 +306,36 @@ def _pack_embeddings(model: Any) -> None:
             method.process_weights_after_loading(module)
 
 
+def adapters_of(model_runner: Any) -> set[int]:
+    """In a worker: the numbers of the adapters that it has."""
+    return set(model_runner.lora_manager.list_adapters())
+
+
+def remove_adapter(model_runner: Any, number: int) -> None:
+    """In a worker: forget an adapter that no request uses."""
+    model_runner.lora_manager.remove_adapter(number)
+
+
+def add_adapter(
+    model_runner: Any, number: int, tensors: dict[str, torch.Tensor], rank: int, device: torch.device
+) -> None:
+    """In a worker: add an adapter that computes B A x from tensors with PEFT's names, which vLLM keeps. vLLM itself
+    reads adapters only from files. Raises RuntimeError if it would have to forget another one, or leave out a part."""
+    manager = model_runner.lora_manager._adapter_manager
+    if len(manager) >= manager.capacity:
+        raise RuntimeError(f"{len(manager)} adapters are in use")
+    helper = PEFTHelper(r=rank, lora_alpha=rank, target_modules="all-linear")
+    renamed = getattr(manager.model, "hf_to_vllm_mapper", None)
+    added = LoRAModel.from_lora_tensors(
+        number, tensors, helper, device=str(device), dtype=manager.lora_config.lora_dtype,
+        weights_mapper=renamed and getattr(renamed, "get_rename_mapper", lambda: renamed)(),
+    )  # fmt: skip
+    manager.add_adapter(added)
+    if ignored := sorted(added.loras.keys() - manager.modules.keys()):
+        raise RuntimeError(f"vLLM has no adapter for {ignored[0]}, nor for {len(ignored) - 1} other layers")
+    manager.activate_adapter(number)
+
+
 async def bytes_in_use(llm: AsyncLLM) -> int:
     """`Loader.sluice_bytes_in_use` of the first rank."""
     return int((await llm.collective_rpc("sluice_bytes_in_use"))[0])
@@ -317,7 +379,18 @@ async def receive(
     """`Loader.sluice_receive` on all ranks (`transfer.Offered`). Returns every rank's answer, and from the first rank
     what all share: tensors loaded by vLLM's loader, and the token count of each request. Raises PeerLost if a rank did
     not receive everything."""
-    said = await llm.collective_rpc("sluice_receive", args=(offered, list(names)))
+    return _answers(await llm.collective_rpc("sluice_receive", args=(offered, list(names))))
+
+
+async def receive_adapter(
+    llm: AsyncLLM, offered: dict[str, Any], number: int, lora: LoRA, keep: Iterable[int]
+) -> tuple[list[Received], list[str], dict[str, int]]:
+    """`Loader.sluice_receive_adapter` on all ranks. Returns and raises what `receive` does."""
+    args = (offered, number, lora.rank, lora.scaling, sorted(keep))
+    return _answers(await llm.collective_rpc("sluice_receive_adapter", args=args))
+
+
+def _answers(said: Sequence[bytes]) -> tuple[list[Received], list[str], dict[str, int]]:
     answers = [msgspec.msgpack.decode(each, type=RankAnswer) for each in said]
     for answer in answers:
         if answer.lost:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import itertools
 import threading
 import time
 from collections.abc import Awaitable, Coroutine, Sequence
@@ -26,6 +27,7 @@ from stages.backends.refit.target import NotAsOfferedError, acknowledged, slowes
 from stages.backends.vllm import api as versions
 from stages.backends.vllm.requests import Request
 from stages.backends.vllm.weights import VersionShares
+from stages.lora import LoRA
 
 STALL_S = 900.0  # without output, start or load while requests are outstanding
 START_S = 900.0
@@ -52,6 +54,8 @@ class Setup:
     draft: Path | None = None  # the folder of the model that drafts; None: n-grams
     replica: int = 0
     replicas: int = 1
+    lora: LoRA | None = None  # of adapters; the weights in the folder then stay
+    slots: int = 1  # adapters that are computed together
 
 
 class Client:
@@ -66,6 +70,8 @@ class Client:
         self._unread: set[str] = set()  # requests whose logprobs in the engine are not needed
         self._weights: VersionShares | None = None  # of the served version; None means the folder
         self._version: int | None = None
+        self._adapter: int | None = None  # the served one
+        self._numbers = itertools.count(1)  # of adapters
         self.loaded: list[str] = []  # tensors of the last version that vLLM's own loader handled
         self._failures = 0  # to start
         self._failure = self._silent(START_S)
@@ -156,6 +162,7 @@ class Client:
             return True
         self._unread.discard(request.name)  # its engine died
         request.tokens, request.ended, request.spans = [], None, [(0, self._version)]
+        request.adapter = self._adapter
         self._live[request.name] = request
         request.llm, request.following = llm, asyncio.ensure_future(self._follow(llm, request))
         try:
@@ -183,7 +190,7 @@ class Client:
 
     async def _follow(self, llm: versions.AsyncLLM, request: Request) -> None:
         try:
-            async for made in versions.outputs(llm, request.prompt, request.params, request.name):
+            async for made in versions.outputs(llm, request.prompt, request.params, request.name, request.adapter):
                 request.tokens, request.ended = made
                 self._heard_s = time.monotonic()
                 if request.unwanted and request.ended is None:
@@ -227,6 +234,8 @@ class Client:
                 cache=setup.cache,
                 speculate=setup.speculate,
                 draft=setup.draft,
+                lora=setup.lora,
+                slots=setup.slots,
             )
         except (RuntimeError, ValueError, OSError) as error:
             self._failures, self._failure = self._failures + 1, self._not_started(error)
@@ -235,7 +244,7 @@ class Client:
         try:
             if setup.speculate:
                 await self._answer(llm, versions.verify(llm))
-            elsewhere = await self._answer(llm, versions.differing(llm))
+            elsewhere = await self._answer(llm, versions.differing(llm)) if setup.lora is None else []
             place = {"replica": setup.replica, "replicas": setup.replicas, "by_loader": elsewhere}
             await self._answer(llm, versions.join_transfer(llm, place))
             if self._weights is not None:
@@ -274,7 +283,7 @@ class Client:
             for _ in range(1 if carried else ATTEMPTS):
                 llm = await self._alive()
                 with suppress(versions.EngineDeadError):
-                    return await self._swap(llm, weights)
+                    return await (self._swap(llm, weights) if self.setup.lora is None else self._add(llm, weights))
         raise Unfit(self._not_again()) if carried else StageError(self._died())
 
     async def _swap(self, llm: versions.AsyncLLM, weights: VersionShares) -> ServedWeights:
@@ -310,6 +319,15 @@ class Client:
         phases = zip(("pause_ms", "receive_ms", "resume_ms"), pairwise(times_s))
         return replace(served, record={**served.record, **{name: 1e3 * (end - begun) for name, (begun, end) in phases}})
 
+    async def _add(self, llm: versions.AsyncLLM, weights: VersionShares) -> ServedWeights:
+        """Load an adapter beside those that running requests use, without a pause. Later requests use it."""
+        begun_s = time.perf_counter()
+        if self._asleep is llm:
+            await self._rouse(llm)
+        served, _ = await self._received(llm, weights)
+        self._weights, self._version = weights, weights.version
+        return replace(served, record={**served.record, "receive_ms": 1e3 * (time.perf_counter() - begun_s)})
+
     async def _forget(self, llm: versions.AsyncLLM, paused: asyncio.Future[None]) -> None:
         """Clear the cache of an engine once it is paused."""
         await paused
@@ -317,10 +335,17 @@ class Client:
 
     async def _received(self, llm: versions.AsyncLLM, weights: VersionShares) -> tuple[ServedWeights, dict[str, int]]:
         """Have all ranks receive a version and verify it. Also returns the token count of each live request."""
-        receiving = versions.receive(llm, weights.plain(), list(self._live))
+        adapter = None if self.setup.lora is None else next(self._numbers)
+        if adapter is None or self.setup.lora is None:
+            receiving = versions.receive(llm, weights.plain(), list(self._live))
+        else:
+            used = [self._adapter, *(request.adapter for request in self._live.values())]
+            keep = {number for number in used if number is not None}
+            receiving = versions.receive_adapter(llm, weights.plain(), adapter, self.setup.lora, keep)
         hashing = asyncio.to_thread(digest_of, weights.shares)  # while the engine does that
         (received, self.loaded, counts), offered = await asyncio.gather(self._answer(llm, receiving), hashing)
         sha256 = acknowledged(weights.shares, [each.summed for each in received], offered)
+        self._adapter = adapter
         return ServedWeights(sha256, slowest([each.record for each in received])), counts
 
     async def _turn(self, *, awake: bool) -> tuple[int, int]:

@@ -48,7 +48,8 @@ def open_engine(context: StageContext) -> VllmEngine:
 
     if computes_on_cpu() != (group.gpus == 0):
         raise StageError(_other_build(group))
-    return VllmEngine(group, context.run_dir, (context.rank, group.processes))
+    versions = context.max_staleness + 1  # that are in flight together
+    return VllmEngine(group, context.run_dir, (context.rank, group.processes), versions=versions)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,10 +63,13 @@ class StartedEngine:
 
 
 class VllmEngine(Tokenizers):
-    """`stages.backends.Sampler` with one model."""
+    """`stages.backends.Sampler` with one model. `versions` of an adapter are computed together; others wait."""
 
-    def __init__(self, group: WorkerGroup, run_dir: Path | None, worker: tuple[int, int] = (0, 1)) -> None:
+    def __init__(
+        self, group: WorkerGroup, run_dir: Path | None, worker: tuple[int, int] = (0, 1), *, versions: int = 1
+    ) -> None:
         super().__init__()
+        self._versions = versions
         self._worker = worker  # replica index and count
         self.group, self.run_dir = group, run_dir
         self.dtype = torch.bfloat16 if group.gpus > 0 else torch.float32
@@ -91,6 +95,7 @@ class VllmEngine(Tokenizers):
                 where=str(group.location), cache=group.cache, speculate=group.speculate,
                 draft=None if group.draft is None else model_folder(group.draft, self.run_dir),
                 replica=self._worker[0], replicas=self._worker[1],
+                lora=model.lora if model.trainable else None, slots=self._versions,
             )  # fmt: skip
             closing, client = _closing(folder, self.tokenizer(model)), Client(setup)
             self._started = StartedEngine(model=model, client=client, closing=closing, longest=client.longest())
@@ -145,7 +150,7 @@ class VllmEngine(Tokenizers):
     def serve(self, model: Model, shares: Sequence[Share], version: int, route: Route = PULL) -> ServedWeights:
         """Load a version into the engine between two tokens. Returns the hash of the loaded weights."""
         client = self.client(model)
-        check_same(expected(client.setup.folder, self.dtype), layout_of(shares).tensors)
+        check_same(expected(client.setup.folder, self.dtype, client.setup.lora), layout_of(shares).tensors)
         served = client.load(VersionShares(shares, version, route))
         self._version = version
         return served

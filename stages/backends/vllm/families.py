@@ -51,8 +51,13 @@ def loadable(name: str, tensor: Any) -> Iterator[tuple[str, Any]]:
         yield f"{layer}experts.{expert}.{_STREAMED[kind]}", tensor[expert]
 
 
+def family_of(folder: Path) -> str:
+    """Return the `model_type` of the model in a folder."""
+    return str(json.loads((folder / "config.json").read_text()).get("model_type"))
+
+
 def settings(folder: Path, *, gpus: bool) -> dict[str, Any]:
     """Return arguments for an engine of the model in a folder."""
-    needs = NEEDS.get(json.loads((folder / "config.json").read_text()).get("model_type"), Needs())
+    needs = NEEDS.get(family_of(folder), Needs())
     found = {} if gpus else dict(needs.on_cpu)
     return found | ({"hf_overrides": dict(needs.config)} if needs.config else {})

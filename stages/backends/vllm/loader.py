@@ -10,7 +10,7 @@ import msgspec
 import torch
 
 from stages.backends.device import bytes_in_use
-from stages.backends.vllm import speculation, transfer
+from stages.backends.vllm import adapters, speculation, transfer
 from stages.backends.vllm.api import WeightTransferEngineFactory, has_second_runner
 from stages.backends.vllm.choice import logprobs_of, passes_of, tokens_of
 
@@ -30,6 +30,8 @@ class Loader:
     start_weight_update: Callable[[], None]
     update_weights: Callable[[dict[str, Any]], None]
     finish_weight_update: Callable[[], None]
+    parallel_config: Any
+    _adapters: adapters.Adapters | None = None
 
     def sluice_bytes_in_use(self) -> int:
         """Bytes in use on this rank's GPU, by all processes."""
@@ -59,6 +61,18 @@ class Loader:
         table = self._table()
         counts = table.counts(names) if table else tokens_of(names)
         return msgspec.msgpack.encode(self.weight_transfer_engine.answer(counts))
+
+    def sluice_receive_adapter(
+        self, offered: dict[str, Any], number: int, lora_rank: int, scaling: float, keep: list[int]
+    ) -> bytes:
+        """`Adapters.receive`, encoded. Running requests do not notice."""
+        if self._adapters is None:
+            parallel, joined = self.parallel_config, self.weight_transfer_engine.joined
+            self._adapters = adapters.Adapters(
+                self.model_runner, self.device, parallel.rank, parallel.tensor_parallel_size, joined
+            )
+        received = self._adapters.receive(transfer.Offered(**offered), number, lora_rank, scaling, keep)
+        return msgspec.msgpack.encode(received)
 
     def _table(self) -> Any:
         return sampler.table_of(self.model_runner) if has_second_runner() else None

@@ -28,6 +28,7 @@ class Request:
     ended: str | None = None
     unwanted: bool = False
     llm: AsyncLLM | None = None
+    adapter: int | None = None  # its number
     following: asyncio.Task[None] | None = None
     spans: list[tuple[int, int | None]] = field(default_factory=list)
 

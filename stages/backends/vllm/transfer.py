@@ -61,6 +61,11 @@ class Transfer(WeightTransferEngine[Joined, Offered]):
         """Record the place; memory is allocated with the first version."""
         self._joined, self._target = init_info, None
 
+    @property
+    def joined(self) -> Joined:
+        """The place."""
+        return self._joined
+
     def start_weight_update(self) -> None:
         """Nothing to do before a version."""
         self._received, self._lost = None, ""

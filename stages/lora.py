@@ -1,0 +1,151 @@
+"""Low-rank adapters: the model stays as it is, and two small matrices beside each chosen layer are trained.
+
+    policy = Model("Qwen/Qwen3-0.6B", lora=LoRA(rank=16, alpha=32, targets=("q_proj", "v_proj")))
+
+Describes and checks them without loading a model; `stages.backends.model.adapters` computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any
+
+from pipeline import Model, WorkerGroup
+from pipeline.declare.parameters import at_least, broken, is_whole, number
+from pipeline.errors import Problem, StageError, shown
+from stages.model_shape import DENSE, known_config
+
+ALL = "all"
+A, B = "lora_A.weight", "lora_B.weight"  # how the names of an adapter's two tensors end
+LARGEST_RANK = 512  # that vLLM computes
+_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+_MLP = ("gate_proj", "up_proj", "down_proj")
+_LATENT = ("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj")  # the first, or the two that follow
+_LAYERS = {  # the linear layers of each family; of a mixture, "mlp" is that of dense layers and shared experts
+    **dict.fromkeys(DENSE, _ATTENTION + _MLP),
+    "qwen3_moe": _ATTENTION,
+    "glm4_moe": _ATTENTION + _MLP,
+    "deepseek_v3": _LATENT + _MLP,
+    "gpt_oss": _ATTENTION,
+}
+_EXPERTS = "experts are computed together, without adapters"
+_WITHOUT = {  # layers that a family has, and why they have no adapters
+    "qwen3_moe": dict.fromkeys(_MLP, _EXPERTS),
+    "gpt_oss": dict.fromkeys(("gate_up_proj", "down_proj"), _EXPERTS),
+    "deepseek_v3": {"kv_b_proj": "vLLM multiplies it into other matrices when it loads a model"},
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoRA:
+    """An adapter of a model (Hu et al. 2021, arXiv:2106.09685): a layer W computes W x + (alpha / rank) B A x. A [rank,
+    inputs] starts at random, B [outputs, rank] at zero, so that training starts from the model.
+
+    rank     of the matrices, 1 to 512
+    alpha    above 0; alpha / rank multiplies what the adapter adds
+    targets  the layers, by the last part of their names, such as ("q_proj", "v_proj"); "all" is every linear layer of
+             the decoder layers, except experts
+    """
+
+    rank: int = 16
+    alpha: float = 32.0
+    targets: str | Sequence[str] = ALL
+
+    def __post_init__(self) -> None:
+        if isinstance(self.targets, list):
+            object.__setattr__(self, "targets", tuple(self.targets))
+
+    @property
+    def scaling(self) -> float:
+        """What multiplies B A x."""
+        return self.alpha / self.rank
+
+    def names(self, family: str) -> tuple[str, ...]:
+        """The targets by name; "all" are those that models of a family (`model_type`) can have."""
+        return _LAYERS.get(family, ()) if self.targets == ALL else tuple(self.targets)
+
+    def layers(self, family: str, names: Collection[str], where: str) -> tuple[str, ...]:
+        """The targets among the layers, by the last parts of their names, of a model of this family (`model_type`).
+        Raises StageError for a target that is none of them."""
+        known = [name for name in names if name in _LAYERS.get(family, names)]
+        wanted = tuple(name for name in self.names(family) if name in known or self.targets != ALL)
+        if wrong := [name for name in wanted or (ALL,) if name not in known]:
+            raise StageError(*(_unknown_target(name, family, known, where) for name in wrong))
+        return wanted
+
+    def problems(self, config: dict[str, Any] | Any, where: str) -> Iterator[Problem]:
+        """What is wrong with the description, and with its targets in a model with this config; an empty config is not
+        known yet."""
+        if wrong := list(broken(_RULES, self, where=where, says="LoRA has {}")):
+            yield from wrong
+            return
+        listed = not isinstance(self.targets, str) and self.targets and all(isinstance(n, str) for n in self.targets)
+        if self.targets != ALL and not listed:
+            why = "targets are names of layers, in a tuple, or 'all'"
+            what, fix = f"LoRA has targets={shown(self.targets)}", "targets=('q_proj', 'v_proj')"
+            yield Problem(where=where, what=what, why=why, fix=fix)
+        elif config:
+            yield from self._unknown(str(config.get("model_type")), where)
+
+    def _unknown(self, family: str, where: str) -> Iterator[Problem]:
+        known = _LAYERS.get(family)
+        if known is None:
+            if self.targets == ALL:
+                what, why = f"LoRA has targets='all' and the model is a {family!r}", "its layers are not known here"
+                yield Problem(where=where, what=what, why=why, fix="name the layers, as in targets=('q_proj',)")
+            return
+        for name in () if self.targets == ALL else self.targets:
+            if name not in known:
+                yield _unknown_target(name, family, known, where)
+
+
+def _unknown_target(name: str, family: str, known: Sequence[str], where: str) -> Problem:
+    why = _WITHOUT.get(family, {}).get(name)
+    near = get_close_matches(name, known, n=1) if why is None else ()
+    return Problem(
+        where=where,
+        what=f"LoRA has the target {name!r}" + (", which is a part of the experts" if why == _EXPERTS else ""),
+        why=why or "no layer of the model has that name",
+        fix=f"did you mean {near[0]!r}?" if near else f"choose from {', '.join(map(repr, known))}",
+    )
+
+
+def lora_problems(model: Model) -> Iterator[Problem]:
+    """Reasons why a model cannot have its adapter, as far as they are known before it is loaded."""
+    if isinstance(model.lora, LoRA):
+        yield from model.lora.problems(known_config(model), str(model.location))
+
+
+def group_problems(model: Model, group: WorkerGroup) -> Iterator[Problem]:
+    """Reasons why a worker group cannot train or serve the model's adapter."""
+    backend = group.description
+    if backend is None or model.lora is None:
+        return
+    where, what = str(model.location), f"the model {model.source!r} has lora=, and worker group {group.name!r}"
+    if not backend.adapts:
+        why, fix = "that backend knows no adapters", "backend='torch' or 'vllm', or a Model without lora="
+        yield Problem(where=where, what=f"{what} has the backend {backend.name!r}", why=why, fix=fix)
+    elif group.fully_sharded:
+        why, fix = "a model that is not trained needs no sharded optimizer", "fully_sharded=False"
+        yield Problem(where=where, what=f"{what} is fully_sharded", why=why, fix=fix)
+    elif "train" in backend.can and _divides_heads(model, group):
+        what = f"{what} has tensor_parallel={group.tensor_parallel}, more than the model has key-value heads"
+        why = "a rank would have no row of some target"
+        yield Problem(where=where, what=what, why=why, fix="a smaller tensor_parallel")
+    elif group.speculate:
+        why, fix = "drafts are not verified with adapters", "speculate=0"
+        yield Problem(where=where, what=f"{what} has speculate={group.speculate}", why=why, fix=fix)
+
+
+def _divides_heads(model: Model, group: WorkerGroup) -> bool:
+    """Whether several ranks share a key-value head, as far as the model's config is known."""
+    heads = known_config(model).get("num_key_value_heads")
+    return isinstance(heads, int) and is_whole(group.tensor_parallel, 1) and group.tensor_parallel > heads
+
+
+_RULES = (
+    at_least("rank", 1, most=LARGEST_RANK, why=f"rank must be a whole number from 1 to {LARGEST_RANK}", fix=16),
+    number("alpha", lambda value: value > 0, why="alpha must be a number above 0", fix=32),
+)
