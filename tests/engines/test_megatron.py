@@ -38,6 +38,7 @@ FAMILIES = (
     "glm4_moe",
     "deepseek_v3",
     "nemotron_h",
+    "nemotron_h, experts",
     "qwen3_moe, as routed",
     "deepseek_v3, plain",
 )
@@ -72,6 +73,8 @@ CASES = (
     "latent, context",
     "hybrid, tensor",
     "hybrid, pipeline",
+    "hybrid, experts, tensor",
+    "hybrid, experts, apart",
     "hybrid, shared, data",
     "latent, shared, tensor",
     "4, pipeline, 5 layers",

@@ -313,6 +313,9 @@ def test_layers_with_one_part_are_read_from_configs_of_all_ages() -> None:
     ("change", "told"),
     [
         ({"layers_block_type": ["mamba", "mlp"]}, "no layer with attention"),
+        ({"hybrid_override_pattern": "", "layers_block_type": None}, "no layer with attention"),
+        ({"layers_block_type": ["moe", "attention"], "moe_latent_size": 16}, "moe_latent_size"),
+        ({"layers_block_type": ["moe", "attention"], "n_shared_experts": 2}, "n_shared_experts other than 1"),
         ({"layers_block_type": ["sliding", "attention"]}, r"layers of the kind \['sliding'\]"),
         ({"mlp_hidden_act": "silu"}, "mlp_hidden_act='silu'"),
         ({"mamba_hidden_act": "gelu"}, "mamba_hidden_act='gelu'"),
@@ -326,11 +329,31 @@ def test_hybrids_that_would_be_computed_differently_are_refused(change: dict, to
         decoder_of(NEMOTRON | change, "graph.py:7")
 
 
-def test_memory_of_a_hybrid_is_foretold_from_the_weights_that_a_rank_holds() -> None:
+EXPERTS = {
+    "layers_block_type": ["mamba", "moe", "full_attention", "mlp"],
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 8,
+    "moe_shared_expert_intermediate_size": 24,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "n_group": 1,
+    "topk_group": 1,
+}
+
+
+def test_experts_of_a_hybrid_have_no_gates_and_a_shared_expert_of_its_own_size() -> None:
+    (mixture,) = (layer.mlp for layer in decoder_of(NEMOTRON | EXPERTS, "here").layers if isinstance(layer.mlp, Sparse))
+    assert mixture == Sparse(experts=4, chosen=2, inner=8, gated=False, sigmoid=True, scale=2.5, shared=24)
+
+
+@pytest.mark.parametrize("change", [{}, EXPERTS])
+def test_memory_of_a_hybrid_is_foretold_from_the_weights_that_a_rank_holds(change: dict) -> None:
+    config = NEMOTRON | change
     group = WorkerGroup("learner", backend="megatron", workers=2, tensor_parallel=2)
-    table = parameters(decoder_of(NEMOTRON, "here"), Part(tensors=2)).values()
+    table = parameters(decoder_of(config, "here"), Part(tensors=2, expert_tensors=2)).values()
     held = sum(math.prod(parameter.shape) for parameter in table if len(parameter.shape) > 1)
-    assert divided(Model("made", config=NEMOTRON, alphabet="bytes"), group).weights == held
+    assert divided(Model("made", config=config, alphabet="bytes"), group).weights == held
 
 
 def test_groups_of_mamba_heads_stay_whole_and_samples_too() -> None:

@@ -41,6 +41,10 @@ FAMILIES = {
     "glm4_moe": decoder(layer(GROUPED), *[layer(replace(GROUPED, bias=True, norm=True), SIGMOID)] * 2, tied=False),
     "deepseek_v3": decoder(layer(LATENT), layer(LATENT, SIGMOID), layer(replace(LATENT, query=0), SIGMOID), tied=False),
     "nemotron_h": hybrid(STATE),
+    "nemotron_h, experts": replace(
+        decoder(layer(STATE, None), layer(None, replace(SIGMOID, gated=False)), layer(GROUPED, None), tied=False),
+        renamed=HYBRID_NAMES,
+    ),
     "nemotron_h, 1 group": hybrid(replace(STATE, groups=1)),
 }
 LOADED = (".A_log", ".D", ".dt_bias", ".conv1d.weight", ".conv1d.bias")  # of a Mamba layer: without a place in vLLM
@@ -135,7 +139,7 @@ def served(decoder: Decoder, rank: int, ranks: int, model: dict[str, np.ndarray]
             memory[name] = np.full((share, decoder.hidden), 0xEEEE, np.uint16)
             mine = tensor[share * rank : share * (rank + 1)]
             memory[name][: len(mine)] = mine
-        elif name.endswith(("norm.weight", "norm_f.weight", "mlp.gate.weight", "correction_bias")):
+        elif name.endswith(("norm.weight", "norm_f.weight", "mlp.gate.weight", "mixer.gate.weight", "correction_bias")):
             memory[name] = tensor
         elif ".q_proj." in name:
             assert isinstance(mixer, Grouped)
@@ -147,13 +151,20 @@ def served(decoder: Decoder, rank: int, ranks: int, model: dict[str, np.ndarray]
             )
             own = [part(queries, 0), keys[first : first + kept], values[first : first + kept]]
             memory[name.replace(".q_proj.", ".qkv_proj.")] = np.concatenate(own).reshape(-1, *tensor.shape[1:])
-        elif name.endswith(".mixer.up_proj.weight"):
+        elif name.endswith((".mixer.up_proj.weight", ".mixer.shared_experts.up_proj.weight")):
             memory[name] = part(tensor, 0)
         elif "o_proj" in name or "out_proj" in name or ("down_proj" in name and ".experts." not in name):
             memory[name] = part(tensor, 1)
         elif name.endswith(("mlp.gate_proj.weight", "shared_experts.gate_proj.weight")):
             up = model[name.replace("gate_proj", "up_proj")]
             memory[name.replace("gate_proj", "gate_up_proj")] = np.concatenate([part(tensor, 0), part(up, 0)])
+        elif ".mixer.experts.0.up_proj" in name:
+            prefix = name.partition(".experts.")[0] + ".experts."
+            up, down = (
+                np.stack([model[f"{prefix}{e}.{p}_proj.weight"] for e in range(decoder.experts)])
+                for p in ("up", "down")
+            )
+            memory[f"{prefix}w13_weight"], memory[f"{prefix}w2_weight"] = part(up, 1), part(down, 2)
         elif ".experts.0.gate_proj" in name:
             prefix = name.partition(".experts.")[0] + ".experts."
             gate, up, down = (

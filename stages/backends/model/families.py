@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from ops.flops import block_kinds
@@ -136,7 +136,8 @@ def _hybrid_problems(config: Mapping[str, Any], where: str) -> Iterator[Problem]
     biases = [name for name in ("attention_bias", "mlp_bias", "use_bias", "mamba_proj_bias") if config.get(name)]
     settings = (
         (f"layers of the kind {unknown}", bool(unknown), f"the kinds are {', '.join(known)}"),
-        ("experts", "moe" in kinds, "experts without gates are not built"),
+        ("moe_latent_size", "moe" in kinds and config.get("moe_latent_size"), "experts have the hidden size"),
+        ("n_shared_experts other than 1", "moe" in kinds and config.get("n_shared_experts", 1) != 1, "engines differ"),
         ("no layer with attention", "attention" not in kinds, "Megatron-core's configuration has attention heads"),
         (f"mlp_hidden_act={mlp!r}", mlp not in (None, "relu2"), "feed-forward parts have squared ReLU"),
         (f"mamba_hidden_act={mamba!r}", mamba not in (None, "silu"), "Mamba layers have SiLU"),
@@ -158,8 +159,11 @@ def _hybrid(config: Mapping[str, Any], family: Family) -> Decoder:
     parts: Mapping[str, Mapping[str, Any]] = {
         "mamba": {"mixer": _state_space(config), "mlp": None},
         "attention": {"mixer": _grouped(config, family), "mlp": None},
-        "mlp": {"mixer": None, "mlp": Dense(inner=config["intermediate_size"], gated=False)},
+        "mlp": {"mixer": None, "mlp": Dense(inner=config.get("intermediate_size") or 0, gated=False)},
     }
+    if "moe" in block_kinds(config):
+        shared = config["moe_shared_expert_intermediate_size"]
+        parts = {**parts, "moe": {"mixer": None, "mlp": replace(_sigmoid(config), gated=False, shared=shared)}}
     return Decoder(
         layers=tuple(Layer(**parts[kind]) for kind in block_kinds(config)),
         hidden=config["hidden_size"],
@@ -224,18 +228,22 @@ def _mlp(config: Mapping[str, Any], family: Family, number: int) -> Mlp:
             renormalised=bool(config["norm_topk_prob"]),
         )
     if family.mixture == "sigmoid" and number >= config["first_k_dense_replace"]:
-        return Sparse(
-            experts=config.get("n_routed_experts") or config["num_local_experts"],
-            chosen=config["num_experts_per_tok"],
-            inner=config["moe_intermediate_size"],
-            renormalised=bool(config["norm_topk_prob"]),
-            sigmoid=True,
-            divisions=config["n_group"],
-            kept=config["topk_group"],
-            scale=float(config["routed_scaling_factor"]),
-            shared=config["moe_intermediate_size"] * (config["n_shared_experts"] or 0),
-        )
+        return replace(_sigmoid(config), shared=config["moe_intermediate_size"] * (config["n_shared_experts"] or 0))
     return Dense(inner=config["intermediate_size"])
+
+
+def _sigmoid(config: Mapping[str, Any]) -> Sparse:
+    """A mixture routed by sigmoids, without its shared expert."""
+    return Sparse(
+        experts=config.get("n_routed_experts") or config["num_local_experts"],
+        chosen=config["num_experts_per_tok"],
+        inner=config["moe_intermediate_size"],
+        renormalised=bool(config["norm_topk_prob"]),
+        sigmoid=True,
+        divisions=config["n_group"],
+        kept=config["topk_group"],
+        scale=float(config["routed_scaling_factor"]),
+    )
 
 
 def _is_sparse(config: Mapping[str, Any], number: int) -> bool:

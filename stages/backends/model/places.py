@@ -25,7 +25,7 @@ from stages.backends.model.weights import state
 
 Placed: TypeAlias = tuple[dict[str, Tensor], list[Place], dict[str, torch.Tensor]]
 PREFIXES = {"nemotron_h": ("model.", "backbone.")}  # of the state and of the folder, where they differ
-GATE_UP, DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
+GATE_UP, UP, DOWN = ".experts.gate_up_proj", ".experts.up_proj", ".experts.down_proj"
 
 
 def placed(network: nn.Module, dtype: torch.dtype | None = None) -> Placed:
@@ -68,9 +68,9 @@ def _parts(
     name: str, shape: tuple[int, ...], own: Box, item_bytes: int
 ) -> Iterator[tuple[str, tuple[int, ...], Place]]:
     """The model tensors inside a state tensor, with their shapes and positions."""
-    layer, _, _ = name.partition("experts.")
-    if name.endswith(DOWN):
-        part = f"{layer}experts.*.down_proj.weight"
+    layer, _, matrix = name.partition("experts.")
+    if not name.endswith(GATE_UP):
+        part = f"{layer}experts.*.{matrix}.weight"
         yield part, shape, dense(part, own, item_bytes, name)
     else:
         experts, both, hidden = shape
@@ -89,7 +89,7 @@ def _same(name: str, shape: tuple[int, ...], own: Box, item_bytes: int) -> Itera
 def _is_divided(name: str, found: Mapping[str, torch.Tensor]) -> bool:
     """Whether a state tensor has the experts of a layer, which a folder has apart. Those with a bias (gpt-oss) are in a
     folder as in the network."""
-    return name.endswith((DOWN, GATE_UP)) and f"{name}_bias" not in found
+    return name.endswith((DOWN, UP, GATE_UP)) and f"{name}_bias" not in found
 
 
 def pieces(network: nn.Module, file: str) -> dict[str, Pieces]:
@@ -109,9 +109,9 @@ def pieces(network: nn.Module, file: str) -> dict[str, Pieces]:
 
 def _published(name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...], int]]:
     """The folder's tensors inside a state tensor: name, shape and first element."""
-    layer, _, _ = name.partition("experts.")
+    layer, _, matrix = name.partition("experts.")
     experts, rows, columns = shape
-    kinds = ("down",) if name.endswith(DOWN) else ("gate", "up")
+    kinds = ("gate", "up") if name.endswith(GATE_UP) else (matrix.removesuffix("_proj"),)
     share = rows // len(kinds)
     for expert in range(experts):
         for i, kind in enumerate(kinds):
