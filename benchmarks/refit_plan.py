@@ -23,7 +23,8 @@ from ops.refit.layout import Layout, Place, Tensor, dense, whole
 from ops.refit.plan import build
 from stages.backends.megatron import places as megatron
 from stages.backends.megatron.parts import Part
-from stages.backends.model.decoder import Decoder, Dense, Grouped, Layer, Sparse
+from stages.backends.model.decoder import Decoder, Dense, Grouped, Layer, Sparse, StateSpace
+from stages.backends.model.families import HYBRID_NAMES
 from stages.backends.vllm import places as vllm
 
 ITEM_BYTES = 2
@@ -36,12 +37,27 @@ QWEN3_4B = Decoder(
     layers=36 * (Layer(mixer=Grouped(heads=32, groups=8, head_dim=128, norm=True), mlp=Dense(inner=9728)),),
     hidden=2560, vocab=151936, tied=True,
 )  # fmt: skip
+_NANO = {  # NVIDIA/Megatron-LM, examples/post_training/modelopt/conf/nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16.sh
+    "M": Layer(mixer=StateSpace(heads=64, head_dim=64, groups=8, state=128, kernel=4), mlp=None),
+    "*": Layer(mixer=Grouped(heads=32, groups=2, head_dim=128), mlp=None),
+    "E": Layer(mixer=None, mlp=Sparse(experts=128, chosen=6, inner=1856, gated=False, sigmoid=True, shared=3712)),
+}
+NEMOTRON_NANO = Decoder(
+    layers=tuple(_NANO[kind] for kind in "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"),
+    hidden=2688, vocab=131072, tied=False, renamed=HYBRID_NAMES,
+)  # fmt: skip
 
 
 def qwen3(decoder: Decoder, parts: list[Part], tensor: int, replicas: int) -> tuple[Layout, Layout]:
-    """The layouts of Megatron ranks and of vLLM replicas."""
+    """The layouts of Megatron ranks and of vLLM replicas. Each of these ranks gets tensors without a place whole."""
     tensors = megatron.tensors(decoder, "bfloat16")
-    served = [vllm.places(decoder, rank, tensor, ITEM_BYTES) for _ in range(replicas) for rank in range(tensor)]
+    beside = [
+        dense(name, whole(tensors[name].shape), tensors[name].item_bytes, f"whole {name}")
+        for name in sorted(tensors.keys() - vllm.tensors(decoder, "bfloat16").keys())
+    ]
+    served = [
+        vllm.places(decoder, rank, tensor, ITEM_BYTES) + beside for _ in range(replicas) for rank in range(tensor)
+    ]
     return Layout(tensors, [megatron.places(decoder, part, ITEM_BYTES) for part in parts]), Layout(tensors, served)
 
 

@@ -42,8 +42,40 @@ class LatentSizes:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Hybrid:
+    """Blocks that have one part each (NemotronH, arXiv 2504.03624): how many are attention, Mamba-2 (arXiv 2405.21060)
+    and mixtures, and the sizes of Mamba-2: channels, heads, groups that share B and C, size of a state, positions of
+    the convolution. All other blocks are dense feed-forward layers."""
+
+    attention: int
+    mamba: int
+    mixtures: int
+    channels: int
+    heads: int
+    groups: int
+    state: int
+    kernel: int
+
+    @property
+    def convolved(self) -> int:
+        """Channels of the convolution."""
+        return self.channels + 2 * self.groups * self.state
+
+    def weights(self, hidden: int) -> int:
+        """Number of weights of a Mamba-2 block, without biases, norms and what a head has one of."""
+        projected = self.channels + self.convolved + self.heads
+        return hidden * (projected + self.channels) + self.convolved * self.kernel
+
+    @property
+    def state_products(self) -> int:
+        """Multiplications of a Mamba-2 block's state per token: what goes in, and what comes out. Computed in chunks,
+        there are more, which do not count as the model's work."""
+        return 2 * self.channels * self.state
+
+
+@dataclass(frozen=True, kw_only=True)
 class Transformer:
-    """The shape of a decoder-only transformer whose blocks are alike, but for the first of a mixture.
+    """The shape of a decoder-only transformer whose blocks are alike, but for the first of a mixture, or hybrids.
 
     layers, hidden      number of blocks, and size of a token's hidden state
     intermediate        inner size of a block's feed-forward layer, or of one expert
@@ -54,6 +86,7 @@ class Transformer:
     head_dim            size of one head
     latent              the sizes of latent attention, which has no `kv_heads` and no `head_dim`; None is another one
     vocab               rows of the output embedding
+    hybrid              the kinds of blocks, if each has one part; `dense` are then those with a feed-forward layer
     gated               whether the feed-forward layer has three matrices (SwiGLU, arXiv 2002.05202) or two
     """
 
@@ -71,14 +104,18 @@ class Transformer:
     dense: int = 0
     dense_inner: int = 0
     latent: LatentSizes | None = None
+    hybrid: Hybrid | None = None
 
     @staticmethod
     def of(config: Mapping[str, Any]) -> Transformer:
-        """Build from a Hugging Face `config.json` of a Llama-like model (Llama, Mistral, Qwen2, Qwen3, Gemma) or of a
-        mixture of experts whose layers are alike (Mixtral, Qwen3-MoE) but for the first (GLM-4.5, DeepSeek-V3).
+        """Build from a Hugging Face `config.json` of a Llama-like model (Llama, Mistral, Qwen2, Qwen3, Gemma) of a
+        mixture of experts whose layers are alike (Mixtral, Qwen3-MoE) but for the first (GLM-4.5, DeepSeek-V3), or of a
+        hybrid (NemotronH).
 
         Raises ValueError for another mixture, or if the config lacks a number.
         """
+        if config.get("model_type") == "nemotron_h":
+            return _hybrid(config)
         experts, inner = _experts(config)
         names = ["num_hidden_layers", "hidden_size", inner, "num_attention_heads", "vocab_size"]
         names += ["num_experts_per_tok"] if experts else []
@@ -125,25 +162,46 @@ class Transformer:
         return self.heads * (2 * self.head_dim if sizes is None else sizes.plain + sizes.rotary + sizes.value)
 
     @property
+    def attentions(self) -> int:
+        """Number of blocks that have attention."""
+        return self.hybrid.attention if self.hybrid else self.layers
+
+    @property
+    def mixtures(self) -> int:
+        """Number of blocks that have a mixture."""
+        return self.hybrid.mixtures if self.hybrid else self.layers - self.dense if self.experts else 0
+
+    @property
+    def mixer_weights(self) -> int:
+        """Number of weights of attention, or what is in its place, in all blocks."""
+        states = self.hybrid.mamba * self.hybrid.weights(self.hidden) if self.hybrid else 0
+        return self.attentions * self.attention_weights + states
+
+    @property
+    def token_products(self) -> int:
+        """Multiplications for a token in all layers, but for those of attention: weights, and states."""
+        return self.layer_weights + (self.hybrid.mamba * self.hybrid.state_products if self.hybrid else 0)
+
+    @property
     def layer_weights(self) -> int:
         """Number of weights in all layers that multiply a token, without biases and norms."""
-        return self.layers * self.attention_weights + self.mlp_weights(self.chosen)
+        return self.mixer_weights + self.mlp_weights(self.chosen)
 
     def mlp_weights(self, experts: int) -> int:
         """Number of weights in the feed-forward layers of all blocks, routers included, with this many experts of each
         mixture."""
         matrices = self.hidden * (3 if self.gated else 2)
-        if not self.experts:
+        if not self.experts and not self.hybrid:
             return self.layers * self.intermediate * matrices
         mixture = self.hidden * self.experts + (self.shared + experts * self.intermediate) * matrices
-        return (self.layers - self.dense) * mixture + self.dense * self.dense_inner * matrices
+        return self.mixtures * mixture + self.dense * self.dense_inner * matrices
 
     @property
     def undivided_weights(self) -> int:
         """Number of weights in all layers that tensor-parallel ranks do not divide: routers, and what makes latents."""
         sizes = self.latent
         latents = sizes.query + sizes.key_value + sizes.rotary if sizes else 0
-        return self.hidden * (self.layers * latents + (self.layers - self.dense) * self.experts)
+        return self.hidden * (self.layers * latents + self.mixtures * self.experts)
 
     @property
     def logit_weights(self) -> int:
@@ -157,6 +215,71 @@ _LATENT = {
     "qk_rope_head_dim": "rotary",
     "v_head_dim": "value",
 }
+
+
+_HYBRID = {  # the keys of NemotronH's sizes; of Mamba-2 first
+    "mamba_num_heads": "heads",
+    "n_groups": "groups",
+    "ssm_state_size": "state",
+    "conv_kernel": "kernel",
+}
+_HYBRID_SIZES = ("hidden_size", "num_attention_heads", "head_dim", "vocab_size", "mamba_head_dim")
+_KINDS = {
+    "M": "mamba",
+    "linear_attention": "mamba",
+    "*": "attention",
+    "full_attention": "attention",
+    "-": "mlp",
+    "E": "moe",
+}
+
+
+def block_kinds(config: Mapping[str, Any]) -> list[str]:
+    """Return what each block of a NemotronH is: "mamba", "attention", "mlp" or "moe", or the config's name of another
+    kind; none if the config does not say."""
+    names = ("layers_block_type", "layer_types", "hybrid_override_pattern")
+    named = next((config[name] for name in names if config.get(name)), ())
+    return [_KINDS.get(name, name) for name in named]
+
+
+def _hybrid(config: Mapping[str, Any]) -> Transformer:
+    if not (kinds := block_kinds(config)):
+        raise ValueError("the config has no layers_block_type")
+    names = [*_HYBRID_SIZES, *_HYBRID]
+    names += ["intermediate_size"] if "mlp" in kinds else []
+    mixture = "moe" in kinds
+    if mixture:
+        names += [
+            "n_routed_experts",
+            "num_experts_per_tok",
+            "moe_intermediate_size",
+            "moe_shared_expert_intermediate_size",
+        ]
+    if missing := [name for name in names if not config.get(name)]:
+        raise ValueError(f"the config has no {', '.join(missing)}")
+    size = {name: int(config[name]) for name in names}
+    return Transformer(
+        layers=len(kinds),
+        hidden=size["hidden_size"],
+        intermediate=size["moe_intermediate_size"] if mixture else 0,
+        heads=size["num_attention_heads"],
+        kv_heads=int(config.get("num_key_value_heads") or size["num_attention_heads"]),
+        head_dim=size["head_dim"],
+        vocab=size["vocab_size"],
+        gated=False,
+        experts=size["n_routed_experts"] if mixture else 0,
+        chosen=size["num_experts_per_tok"] if mixture else 1,
+        shared=size["moe_shared_expert_intermediate_size"] if mixture else 0,
+        dense=kinds.count("mlp"),
+        dense_inner=size.get("intermediate_size", 0),
+        hybrid=Hybrid(
+            attention=kinds.count("attention"),
+            mamba=kinds.count("mamba"),
+            mixtures=kinds.count("moe"),
+            channels=size["mamba_num_heads"] * size["mamba_head_dim"],
+            **{own: size[name] for name, own in _HYBRID.items()},
+        ),
+    )
 
 
 def _first_and_shared(config: Mapping[str, Any]) -> tuple[int, int, int]:
@@ -216,8 +339,8 @@ def model_flops(
             f"logits at {list(positions)[:8]} positions do not fit sequences of {list(lengths)[:8]} tokens"
         )
     pairs = sum(n * (n + 1) // 2 if causal else n * n for n in lengths)
-    products = 2.0 * (sum(lengths) * shape.layer_weights + sum(positions) * shape.logit_weights)
-    attention = 2.0 * pairs * shape.layers * shape.pair_products
+    products = 2.0 * (sum(lengths) * shape.token_products + sum(positions) * shape.logit_weights)
+    attention = 2.0 * pairs * shape.attentions * shape.pair_products
     if not training:
         return products + attention
     return products * (2 if frozen else 3) + attention * 3
@@ -228,7 +351,7 @@ def quadratic_cost(shape: Transformer) -> float:
 
     q n is the share of causal attention relative to all weights; both are equal at n = 1 / q.
     """
-    return shape.layers * shape.pair_products / 2 / (shape.layer_weights + shape.logit_weights)
+    return shape.attentions * shape.pair_products / 2 / (shape.token_products + shape.logit_weights)
 
 
 # Dense bfloat16 TFLOP/s, from NVIDIA's data sheets (half of a figure that is given with sparsity). A key lists words of

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from ops.flops import LatentSizes
+from ops.flops import Hybrid, LatentSizes, Transformer
 from pipeline import GraphError, Model
 from pipeline.declare.sharding import Dynamic, Packed, Sharding
 from pipeline.declare.work import GpuPart, GpuWork, Load
@@ -48,14 +48,15 @@ class Passes:
     epochs: int = 1
 
     def work(self, load: Load) -> GpuWork | None:
-        """Return the work of a task on the busiest rank; None for a mixture of experts, whose time was not measured.
+        """Return the work of a task on the busiest rank; None for mixtures of experts and hybrids, whose time was not
+        measured.
 
         With a pipeline of p stages a rank also waits for p - 1 passes per update. What ranks send each other is not
         counted. Raises GraphError if a sample does not fit into a row, or the model's shape is not known.
         """
         part = divided(self.model, load.group)
         shape, times = part.shape, 3 if self.training else 1  # the backward pass is twice the forward pass
-        if shape.experts:
+        if shape.experts or shape.hybrid:
             return None
         self._check(load)
         tokens, passes, updates, pairs, responses = self._rank(load)
@@ -64,8 +65,8 @@ class Passes:
         whole = factor / (part.tensor * part.pipeline * part.context)
         return GpuWork(
             kind=f"megatron.{'plain.' if load.kernels == 'plain' else ''}{'training' if self.training else 'scoring'}",
-            products=2 * times * (tokens * shape.layer_weights + responses * shape.logit_weights) * whole,
-            attention=2 * times * pairs * shape.layers * shape.pair_products * whole,
+            products=2 * times * (tokens * shape.token_products + responses * shape.logit_weights) * whole,
+            attention=2 * times * pairs * shape.attentions * shape.pair_products * whole,
             moved_bytes=times / 3 * tokens * shape.layers * kept(part, "fused") * HALF * whole,
             vocabulary_bytes=times / 3 * responses * shape.vocab * HALF * self.epochs / (part.tensor * part.context),
             layers=passes * part.layers * factor,
@@ -164,6 +165,8 @@ def _pairs(tokens: int) -> float:
 def kept(part: Divided, kernels: str) -> float:
     """Return the elements that a whole layer keeps per token for its backward pass."""
     shape = part.shape
+    if shape.hybrid:
+        return _hybrid(shape, shape.hybrid)
     query, key = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     found = 4 * shape.hidden + (3 * query + 3 * key if shape.latent is None else _latent(shape.heads, shape.latent))
     found += shape.chosen * (7 * shape.hidden + 4 * shape.intermediate) if shape.experts else 3 * shape.intermediate
@@ -171,6 +174,16 @@ def kept(part: Divided, kernels: str) -> float:
     if kernels == "plain":  # SwiGLU step by step, key-value heads repeated, rotated queries and keys a second time
         found += 2 * shape.intermediate + 3 * query - key
     return found
+
+
+def _hybrid(shape: Transformer, sizes: Hybrid) -> float:
+    """Return the elements that a layer with one part keeps per token, in the mean: its input and what it is normed to,
+    and of Mamba-2 projections, convolved values, outputs and normed outputs. Counted, not measured."""
+    mamba = sizes.mamba * (4 * sizes.channels + 2 * sizes.convolved + sizes.heads)
+    attention = 3 * sizes.attention * shape.head_dim * (shape.heads + shape.kv_heads)
+    inner = shape.chosen * (4 * shape.hidden + 2 * shape.intermediate) + 2 * shape.shared
+    feed_forward = sizes.mixtures * inner + 2 * shape.dense * shape.dense_inner
+    return 2 * shape.hidden + (mamba + attention + feed_forward) / shape.layers
 
 
 def _latent(heads: int, sizes: LatentSizes) -> int:

@@ -37,7 +37,7 @@ class Divided:
         """Weights of the fullest rank. Norms and biases are left out."""
         shape = self.shape
         single, undivided = shape.mlp_weights(0), shape.undivided_weights
-        own = undivided + (shape.layers * shape.attention_weights + single - undivided) / self.tensor
+        own = undivided + (shape.mixer_weights + single - undivided) / self.tensor
         own += (shape.mlp_weights(shape.experts) - single) / self.experts
         embeddings = 1 if self.tied or self.pipeline > 1 else 2
         return self.layers / shape.layers * own + embeddings * shape.logit_weights / self.tensor

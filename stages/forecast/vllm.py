@@ -37,7 +37,7 @@ def _numbers(part: Divided) -> float:
     if latent := part.shape.latent:
         return float(part.shape.layers * (latent.key_value + latent.rotary))
     heads = -(-part.shape.kv_heads // part.tensor)
-    return 2.0 * part.shape.layers * heads * part.shape.head_dim
+    return 2.0 * part.shape.attentions * heads * part.shape.head_dim
 
 
 def room_of_cache(part: Divided, load: Load) -> float:

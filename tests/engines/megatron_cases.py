@@ -116,6 +116,24 @@ FAMILIES = {
         },
     },
 }
+FAMILIES["nemotron_h"] = {
+    "layers_block_type": ["mamba", "mlp", "attention", "mamba"],
+    "head_dim": 8,
+    "tie_word_embeddings": False,
+    "ssm_state_size": 6,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 4,
+    "n_groups": 2,
+    "conv_kernel": 4,
+    "chunk_size": 8,
+    "time_step_min": 1e-9,  # transformers has no shorter time steps; vLLM and Megatron-core have
+}
+FAMILIES["nemotron_h, experts"] = FAMILIES["nemotron_h"] | {
+    "layers_block_type": ["mamba", "moe", "attention", "moe"],
+    "moe_shared_expert_intermediate_size": 40,
+    **{name: size for name, size in _MIXTURE.items() if name != "first_k_dense_replace"},
+    "n_shared_experts": 1,
+}
 FAMILIES["qwen3_moe, as routed"] = FAMILIES["qwen3_moe"] | {"norm_topk_prob": False}
 FAMILIES["deepseek_v3, plain"] = FAMILIES["deepseek_v3"] | {
     "q_lora_rank": None,
@@ -187,6 +205,11 @@ CASES = {
     "latent, pipeline": Case("deepseek_v3", RankLayout(pipeline=2), recompute=True),
     "latent, expert": Case("deepseek_v3", RankLayout(data=2), expert=2, microbatching=Packed(64)),
     "latent, context": Case("deepseek_v3", RankLayout(context=2), microbatching=Packed(64)),
+    "hybrid, tensor": Case("nemotron_h", RankLayout(tensor=2), microbatching=Packed(64)),
+    "hybrid, pipeline": Case("nemotron_h", RankLayout(pipeline=2), recompute=True),
+    "hybrid, experts, tensor": Case("nemotron_h, experts", RankLayout(tensor=2), microbatching=Packed(64)),
+    "hybrid, experts, apart": Case("nemotron_h, experts", RankLayout(data=2), expert=2),
+    "hybrid, shared, data": Case("nemotron_h", RankLayout(data=2), microbatching=Packed(40), grouped=True),
     "latent, shared, tensor": Case("deepseek_v3, plain", RankLayout(tensor=2), microbatching=Packed(40), grouped=True),
 }
 OF_FOUR = {
@@ -208,8 +231,12 @@ def make_folder(family: str, folder: Path, **sizes: int) -> Path:
         network = AutoModelForCausalLM.from_config(
             AutoConfig.for_model(family.partition(",")[0], **_COMMON | (FAMILIES | SHAPES)[family] | sizes)
         )
-        for parameter in network.parameters():
+        for name, parameter in network.named_parameters():
             parameter.data.add_(torch.randn_like(parameter) * 0.1)
+            if name.endswith(("in_proj.weight", "conv1d.weight")):
+                parameter.data.mul_(3.0)  # so that much of what a state holds comes from earlier positions
+            elif name.endswith("A_log"):
+                parameter.data.sub_(3.0)
         for name, constant in network.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 constant.copy_(torch.randn_like(constant) * 0.3)
@@ -273,7 +300,8 @@ def measure(engine: MegatronEngine, folder: Path, case: Case) -> tuple[dict[str,
     numbers = [layer.layer_number for layer in learner.network.decoder.layers]  # Megatron-core counts from 1
     part = learner.network.part
     if case.grouped:
-        cores = [layer.self_attention.core_attention for layer in learner.network.decoder.layers]
+        mixers = [layer.self_attention for layer in learner.network.decoder.layers]
+        cores = [mixer.core_attention for mixer in mixers if hasattr(mixer, "core_attention")]
         assert {core.recomputed for core in cores} == {case.recompute}
     assert numbers == [layer + 1 for layer in stage_layers(len(learner.network.shape.layers), part.stages)[part.stage]]
     loaded = engine.trained_weights(model)

@@ -50,6 +50,10 @@ CONFIGS = {
     | {"model_type": "deepseek_v3", "num_hidden_layers": 3, "head_dim": None, "num_key_value_heads": 4,
        "q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 32}
     | SIGMOID,
+    "nemotron_h": {name: value for name, value in PLAIN.items() if name != "num_hidden_layers"}
+    | {"model_type": "nemotron_h", "layers_block_type": ["mamba", "mlp", "attention", "mamba"], "ssm_state_size": 16,
+       "mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 1, "conv_kernel": 4, "chunk_size": 16,
+       "time_step_min": 1e-9},
     "gpt_oss": PLAIN
     | {"model_type": "gpt_oss", "intermediate_size": 64, "num_local_experts": 4, "num_experts_per_tok": 2,
        "sliding_window": 128},

@@ -17,7 +17,7 @@ from stages import backends
 from stages.backends.megatron.limits import UNSIZED, fits, problems
 from stages.backends.megatron.names import parameters, plain_names
 from stages.backends.megatron.parts import Part, stage_layers
-from stages.backends.model.decoder import Decoder, Dense, Grouped, Latent, Layer, Rope, Sparse
+from stages.backends.model.decoder import Decoder, Dense, Grouped, Latent, Layer, Rope, Sparse, StateSpace
 from stages.backends.model.families import decoder_of
 from stages.forecast.shape import divided
 from tests.unit.test_folder import DEEPSEEK, GLM
@@ -44,7 +44,18 @@ MIXED = Decoder(  # layers that differ
     vocab=131,
     tied=False,
 )
-TENSORS = {DENSE: 14 * 4 + 2, MIXTURE: 21 * 2 + 3, MIXED: 12 + 23 + 29 + 3}  # of the folder
+STATE = StateSpace(heads=8, head_dim=2, groups=4, state=3, kernel=4)
+HYBRID = Decoder(  # layers with one part
+    layers=(
+        Layer(mixer=STATE, mlp=None),
+        Layer(mixer=None, mlp=Dense(inner=24, gated=False)),
+        Layer(mixer=GROUPED, mlp=None),
+    ),
+    hidden=16,
+    vocab=131,
+    tied=False,
+)
+TENSORS = {DENSE: 14 * 4 + 2, MIXTURE: 21 * 2 + 3, MIXED: 12 + 23 + 29 + 3, HYBRID: 9 + 3 + 10 + 3}  # of the folder
 QWEN3 = {
     "model_type": "qwen3",
     "num_hidden_layers": 2,
@@ -72,6 +83,7 @@ DIVISIONS = [  # tensor, pipeline and data parallel, experts, ranks per expert
     (MIXTURE, 4, 2, 2, 4, 1),
     *((MIXED, tensor, pipeline, 2, 2, tensor) for tensor, pipeline in product((1, 2, 4), (1, 2, 3))),
     (MIXED, 2, 3, 2, 4, 1),
+    *((HYBRID, tensor, pipeline, 1, 1, tensor) for tensor, pipeline in product((1, 2, 4), (1, 2, 3))),
 ]
 
 
@@ -87,7 +99,9 @@ def test_ranks_together_hold_every_number_once(
             for piece in parameter.pieces:
                 inside[piece.inside] += 1
                 columns = piece.columns or (0, piece.shape[1] if len(piece.shape) > 1 else 0)
-                assert parameter.shape[1:] == (() if len(piece.shape) == 1 else (columns[1] - columns[0],))
+                assert parameter.shape[1:] == (
+                    () if len(piece.shape) == 1 else (columns[1] - columns[0], *piece.shape[2:])
+                )
                 first = within < (experts * expert_tensors if parameter.expert else tensor)
                 if not parameter.copy and first and (parameter.divided is not None or not within):
                     held.setdefault(piece.name, np.zeros(piece.shape, int))[piece.box] += 1
@@ -257,6 +271,97 @@ def test_a_model_that_a_group_cannot_divide_is_refused_before_anything_starts() 
     heads, shared = fits(group, DEEPSEEK | {"num_key_value_heads": 4}, "graph.py:3")
     assert "tensor_parallel=3 does not divide the model's attention heads (4)" in str(heads)
     assert "tensor_parallel=3 does not divide the model's intermediate_size of shared experts (8)" in str(shared)
+
+
+NEMOTRON = {
+    "model_type": "nemotron_h",
+    "layers_block_type": ["linear_attention", "mlp", "full_attention"],
+    "hidden_size": 64,
+    "vocab_size": 100,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "intermediate_size": 96,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 16,
+    "ssm_state_size": 16,
+    "n_groups": 2,
+    "conv_kernel": 4,
+    "chunk_size": 128,
+    "layer_norm_epsilon": 1e-5,
+}
+
+
+def test_layers_with_one_part_are_read_from_configs_of_all_ages() -> None:
+    older = {name: value for name, value in NEMOTRON.items() if name != "layers_block_type"}
+    decoder = decoder_of(NEMOTRON, "here")
+    assert decoder == decoder_of(older | {"hybrid_override_pattern": "M-*"}, "here")
+    assert decoder == decoder_of(older | {"layer_types": ["mamba", "mlp", "attention"]}, "here")
+    assert decoder.layers == (
+        Layer(mixer=StateSpace(heads=8, head_dim=16, groups=2, state=16, kernel=4), mlp=None),
+        Layer(mixer=None, mlp=Dense(inner=96, gated=False)),
+        Layer(mixer=Grouped(heads=4, groups=2, head_dim=32), mlp=None),
+    )
+    assert decoder.rope is None
+    names = {piece.name for parameter in parameters(decoder, Part()).values() for piece in parameter.pieces}
+    assert {"backbone.embeddings.weight", "backbone.norm_f.weight", "lm_head.weight"} <= names
+    assert {"backbone.layers.0.norm.weight", "backbone.layers.2.mixer.q_proj.weight"} <= names
+    assert "backbone.layers.1.mixer.up_proj.weight" in names and not any("gate_proj" in name for name in names)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"layers_block_type": ["mamba", "mlp"]}, "no layer with attention"),
+        ({"hybrid_override_pattern": "", "layers_block_type": None}, "no layer with attention"),
+        ({"layers_block_type": ["moe", "attention"], "moe_latent_size": 16}, "moe_latent_size"),
+        ({"layers_block_type": ["moe", "attention"], "n_shared_experts": 2}, "n_shared_experts other than 1"),
+        ({"layers_block_type": ["sliding", "attention"]}, r"layers of the kind \['sliding'\]"),
+        ({"mlp_hidden_act": "silu"}, "mlp_hidden_act='silu'"),
+        ({"mamba_hidden_act": "gelu"}, "mamba_hidden_act='gelu'"),
+        ({"use_bias": True, "mlp_bias": True}, "mlp_bias, use_bias"),
+        ({"sliding_window": 128}, "a sliding_window"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "a quantization_config"),
+    ],
+)
+def test_hybrids_that_would_be_computed_differently_are_refused(change: dict, told: str) -> None:
+    with pytest.raises(StageError, match=told):
+        decoder_of(NEMOTRON | change, "graph.py:7")
+
+
+EXPERTS = {
+    "layers_block_type": ["mamba", "moe", "full_attention", "mlp"],
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 8,
+    "moe_shared_expert_intermediate_size": 24,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "n_group": 1,
+    "topk_group": 1,
+}
+
+
+def test_experts_of_a_hybrid_have_no_gates_and_a_shared_expert_of_its_own_size() -> None:
+    (mixture,) = (layer.mlp for layer in decoder_of(NEMOTRON | EXPERTS, "here").layers if isinstance(layer.mlp, Sparse))
+    assert mixture == Sparse(experts=4, chosen=2, inner=8, gated=False, sigmoid=True, scale=2.5, shared=24)
+
+
+@pytest.mark.parametrize("change", [{}, EXPERTS])
+def test_memory_of_a_hybrid_is_foretold_from_the_weights_that_a_rank_holds(change: dict) -> None:
+    config = NEMOTRON | change
+    group = WorkerGroup("learner", backend="megatron", workers=2, tensor_parallel=2)
+    table = parameters(decoder_of(config, "here"), Part(tensors=2, expert_tensors=2)).values()
+    held = sum(math.prod(parameter.shape) for parameter in table if len(parameter.shape) > 1)
+    assert divided(Model("made", config=config, alphabet="bytes"), group).weights == held
+
+
+def test_groups_of_mamba_heads_stay_whole_and_samples_too() -> None:
+    sizes = {"tensor_parallel": 4, "context_parallel": 2}
+    group = WorkerGroup("learner", backend="megatron", gpus=8, **sizes)
+    (groups, context) = fits(group, NEMOTRON, "graph.py:3")
+    assert "tensor_parallel=4 does not divide the model's groups of Mamba heads (2)" in str(groups)
+    assert "context_parallel=2, and the model has Mamba layers" in str(context)
 
 
 def test_groups_that_can_train_are_not() -> None:

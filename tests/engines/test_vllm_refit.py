@@ -75,6 +75,15 @@ def test_a_mixture_routed_by_sigmoids_is_served_with_the_bias_of_its_experts(
     assert len(found["loaded"]) == loaded and all(".self_attn." in name for name in found["loaded"])
 
 
+def test_the_states_of_mamba_layers_are_served(prepared: None, several_ranks: None, tmp_path: Path) -> None:
+    """vLLM computes the decay of states from A_log, and keeps a view of the convolution: both go through its loader."""
+    found = refit(tmp_path, "nemotron_h", 2, ("pull", "gloo"))
+    assert max(found["far"]) < NEAR
+    assert {name.split(".mixer.")[1] for name in found["loaded"]} == {
+        "A_log", "D", "dt_bias", "conv1d.weight", "conv1d.bias",
+    }  # fmt: skip
+
+
 def test_fused_experts_and_attention_sinks_are_served(prepared: None, tmp_path: Path) -> None:
     """gpt-oss has no table, and vLLM's own reload keeps the old ones of both."""
     found = refit(tmp_path, "gpt_oss", 1, ("pull",))

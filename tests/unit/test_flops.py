@@ -17,7 +17,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from ops.flops import Transformer, model_flops, peak_tflops
+from ops.flops import Transformer, model_flops, peak_tflops, quadratic_cost
 
 torch.set_num_threads(1)
 
@@ -249,3 +249,30 @@ def test_peaks_by_device_name(device, tflops):
 def test_it_loads_no_tensor_library():
     code = "import sys, ops.flops; assert not {'torch', 'numpy', 'transformers'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_a_hybrid_counts_the_blocks_of_each_kind():
+    """By hand: states count what goes in and what comes out, and attention its own block only."""
+    config = {
+        "model_type": "nemotron_h",
+        "hybrid_override_pattern": "MM*-",
+        "hidden_size": 10,
+        "vocab_size": 100,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 3,
+        "intermediate_size": 7,
+        "mamba_num_heads": 6,
+        "mamba_head_dim": 2,
+        "n_groups": 2,
+        "ssm_state_size": 5,
+        "conv_kernel": 4,
+    }
+    shape = Transformer.of(config)
+    mamba = 10 * (12 + (12 + 20) + 6) + 32 * 4 + 12 * 10
+    assert shape.layer_weights == 2 * mamba + 10 * 3 * (4 + 2 + 2 + 4) + 2 * 10 * 7
+    states, attention = 2 * 2 * 12 * 5, 2 * 4 * 3 * (8 * 9 // 2)
+    assert model_flops(shape, [8], training=False) == 2 * (8 * (shape.layer_weights + states + 1000) + attention)
+    assert quadratic_cost(shape) == 4 * 3 * 2 / 2 / (shape.layer_weights + states + 1000)
+    with pytest.raises(ValueError, match="no mamba_head_dim"):
+        Transformer.of({name: value for name, value in config.items() if name != "mamba_head_dim"})

@@ -29,6 +29,27 @@ def test_heads_that_vllm_divides(heads: Any, groups: Any, tensor: int, says: str
     assert len(told) == bool(says) and says in "".join(told)
 
 
+@pytest.mark.parametrize(
+    ("change", "sizes", "says"),
+    [
+        ({}, {}, ""),
+        ({}, {"workers": 4, "tensor_parallel": 4}, ""),  # the only group is copied
+        ({}, {"workers": 16, "tensor_parallel": 16}, "Mamba heads (8)"),
+        ({"n_groups": 2}, {"workers": 4, "gpus": 4, "tensor_parallel": 4}, "groups of Mamba heads (2)"),
+        ({"n_groups": 2}, {"gpus": 1}, ""),
+        ({"n_groups": 2}, {}, "n_groups=2"),
+        ({"layers_block_type": ["attention", "moe"], "n_groups": 2}, {}, "experts without gates"),
+        ({"layers_block_type": ["attention", "moe"], "n_groups": 2}, {"gpus": 1}, ""),
+        ({"layers_block_type": None}, {}, ""),
+    ],
+)
+def test_hybrids_that_vllm_computes(change: dict[str, Any], sizes: dict[str, int], says: str) -> None:
+    config = {"model_type": "nemotron_h", "hybrid_override_pattern": "", "layers_block_type": ["mamba", "attention"],
+              "mamba_num_heads": 8, "n_groups": 1}  # fmt: skip
+    told = found(vllm, config | change, **sizes)
+    assert len(told) == bool(says) and says in "".join(told)
+
+
 @pytest.mark.parametrize("name", ["num_hidden_layers", "num_attention_heads", "intermediate_size", "rope_theta"])
 @pytest.mark.parametrize("value", ["4", None, [], 0, -1, {}])
 def test_a_config_that_makes_no_sense_is_left_to_the_model(name: str, value: Any) -> None:

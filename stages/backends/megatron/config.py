@@ -6,14 +6,14 @@ from typing import Any
 
 import torch
 from megatron.core.transformer import TransformerConfig
-from torch.nn.functional import silu
+from torch.nn.functional import relu, silu
 
 from pipeline.errors import StageError
 from stages.backends.megatron.division import division_problems
 from stages.backends.megatron.fused import Fused
 from stages.backends.megatron.groups import Groups
 from stages.backends.megatron.parts import stage_layers
-from stages.backends.model.decoder import Decoder, Dense, Grouped, Latent, Sparse
+from stages.backends.model.decoder import Decoder, Dense, Grouped, Latent, Sparse, StateSpace
 
 
 def transformer_config(
@@ -30,8 +30,8 @@ def transformer_config(
         **_parts(decoder, on_cpu=on_cpu),
         normalization="RMSNorm",
         layernorm_epsilon=decoder.eps,
-        gated_linear_unit=True,
-        activation_func=silu,
+        gated_linear_unit=decoder.gated,
+        activation_func=silu if decoder.gated else squared_relu,
         add_bias_linear=False,
         hidden_dropout=0.0,
         attention_dropout=0.0,
@@ -50,7 +50,7 @@ def transformer_config(
         use_cpu_initialization=on_cpu,
         gradient_accumulation_fusion=False,  # Megatron-core's own layers want Apex for it; see Network.sum_in_place
         masked_softmax_fusion=False,
-        bias_activation_fusion=fused.activation,
+        bias_activation_fusion=fused.activation and decoder.gated,
         bias_dropout_fusion=False,
         apply_rope_fusion=fused.rope,
         persist_layer_norm=False,
@@ -75,6 +75,8 @@ def _parts(decoder: Decoder, *, on_cpu: bool) -> dict[str, Any]:
                 }
             case Latent():
                 found |= {"num_attention_heads": part.heads, "kv_channels": part.plain + part.rotary}
+            case StateSpace():
+                pass  # its module takes the description
             case Dense():
                 found |= {"ffn_hidden_size": part.inner}
             case Sparse():
@@ -88,6 +90,11 @@ def _parts(decoder: Decoder, *, on_cpu: bool) -> dict[str, Any]:
                     "moe_token_dispatcher_type": "allgather" if on_cpu else "alltoall",
                 }
     return found
+
+
+def squared_relu(values: torch.Tensor) -> torch.Tensor:
+    """The square of what is positive (arXiv 2109.08668)."""
+    return relu(values).square()
 
 
 def _stages(layers: int, stages: int) -> list[list[str]] | None:

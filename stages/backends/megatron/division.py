@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pipeline.declare.ranks import RankLayout
 from pipeline.errors import Problem
 from stages.backends.megatron.names import qkv_rows
-from stages.backends.model.decoder import Decoder, Dense, Grouped, Latent, Mixer, Sparse
+from stages.backends.model.decoder import Decoder, Dense, Grouped, Latent, Mixer, Sparse, StateSpace
 
 _LARGEST_HEAD = 128  # tried with Transformer Engine 2.20.2; larger heads were not
 
@@ -25,6 +25,9 @@ def division_problems(
                 yield from _key_values(part, layout.tensor, where)
             case Latent():
                 yield from _uneven(part.heads, "attention heads", *by_tensor, where)
+            case StateSpace():
+                yield from _uneven(part.heads, "Mamba heads", *by_tensor, where)
+                yield from _uneven(part.groups, "groups of Mamba heads", *by_tensor, where)
             case Dense():
                 yield from _uneven(part.inner, "intermediate_size", *by_tensor, where)
             case Sparse():
@@ -78,7 +81,15 @@ def _key_values(mixer: Grouped, tensor: int, where: str) -> Iterator[Problem]:
 
 
 def _attention(mixer: Mixer, context: int, where: str) -> Iterator[Problem]:
-    """Why Transformer Engine's attention cannot take the heads of a sliced sample."""
+    """Why a mixer cannot take a sliced sample."""
+    if isinstance(mixer, StateSpace):
+        yield Problem(
+            where=where,
+            what=f"context_parallel={context}, and the model has Mamba layers",
+            why="their state passes from each position of a sample to the next",
+            fix="context_parallel=1, or tensor_parallel, which divides their heads",
+        )
+        return
     size = mixer.plain + mixer.rotary if isinstance(mixer, Latent) else mixer.head_dim
     if size % 8 or size > _LARGEST_HEAD:
         yield Problem(

@@ -19,6 +19,7 @@ class Fused:
     rope        its rotary embedding
     gradients   its matrix products add a weight's gradient to the float32 sum themselves
     activation  SwiGLU in one kernel, forward and backward, which torch compiles with Triton
+    scan        the kernels of mamba-ssm and causal-conv1d
     experts     one layer multiplies the tokens of all experts of a rank (grouped GEMM), Transformer Engine's
     """
 
@@ -28,18 +29,25 @@ class Fused:
     gradients: bool = False
     activation: bool = False
     experts: bool = False
+    scan: bool = False
 
 
 @cache
-def _has_transformer_engine() -> bool:
-    return importlib.util.find_spec("transformer_engine") is not None
+def _has(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
 
 
 def fused_on(groups: Groups) -> Fused:
     """What this rank's device and packages have."""
     if groups.device.type != "cuda":
         return Fused()
-    engine = _has_transformer_engine()
+    engine = _has("transformer_engine")
     return Fused(
-        layers=engine, attention=engine, rope=engine, gradients=engine, activation=has_triton(), experts=engine
+        layers=engine,
+        attention=engine,
+        rope=engine,
+        gradients=engine,
+        activation=has_triton(),
+        experts=engine,
+        scan=_has("mamba_ssm") and _has("causal_conv1d"),
     )

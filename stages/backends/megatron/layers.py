@@ -12,6 +12,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 )
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -22,7 +23,8 @@ from stages.backends.megatron.fused import Fused
 from stages.backends.megatron.latent import LatentAttention, LatentParts
 from stages.backends.megatron.parts import Part, stage_layers
 from stages.backends.megatron.router import Router, SigmoidRouter
-from stages.backends.model.decoder import Decoder, Grouped, Latent, Layer, Sparse
+from stages.backends.megatron.state_space import StateSpaceMixer
+from stages.backends.model.decoder import Decoder, Grouped, Latent, Layer, Sparse, StateSpace
 
 
 class Norm(torch.nn.RMSNorm):
@@ -51,12 +53,12 @@ def block(decoder: Decoder, config: TransformerConfig, part: Part, fused: Fused)
     """The module specification of one stage's layers."""
     whole_samples = EngineAttention if fused.attention else CausalAttention
     attention = SlicedAttention if config.context_parallel_size > 1 else whole_samples
-    specs = {layer: _layer(layer, decoder, part, attention) for layer in dict.fromkeys(decoder.layers)}
+    specs = {layer: _layer(layer, decoder, part, attention, fused) for layer in dict.fromkeys(decoder.layers)}
     mine = stage_layers(len(decoder.layers), part.stages)[part.stage]
     return TransformerBlockSubmodules(layer_specs=[specs[decoder.layers[i]] for i in mine], layer_norm=_norm(part))
 
 
-def _layer(layer: Layer, decoder: Decoder, part: Part, attention: type) -> ModuleSpec:
+def _layer(layer: Layer, decoder: Decoder, part: Part, attention: type, fused: Fused) -> ModuleSpec:
     experts = layer.mlp.experts if isinstance(layer.mlp, Sparse) else None
     has_norm = isinstance(layer.mixer, Grouped) and layer.mixer.norm
     norm = _norm(part)
@@ -70,7 +72,15 @@ def _layer(layer: Layer, decoder: Decoder, part: Part, attention: type) -> Modul
         )
         layer_spec.submodules.input_layernorm = layer_spec.submodules.pre_mlp_layernorm = norm
     parts = layer_spec.submodules
-    if isinstance(layer.mixer, Latent):
+    if layer.mixer is None:
+        parts.input_layernorm = parts.self_attention = IdentityOp
+        parts.self_attn_bda = IdentityFuncOp
+    elif isinstance(layer.mixer, StateSpace):
+        parts.input_layernorm = norm
+        parts.self_attention = ModuleSpec(
+            module=StateSpaceMixer, params={"shape": layer.mixer, "linear": _linear(part), "scan": fused.scan}
+        )
+    elif isinstance(layer.mixer, Latent):
         parts.input_layernorm = norm
         parts.self_attention = ModuleSpec(
             module=LatentAttention,
@@ -82,7 +92,10 @@ def _layer(layer: Layer, decoder: Decoder, part: Part, attention: type) -> Modul
         inside.core_attention = attention
         if has_norm and not part.fused_norms:
             inside.q_layernorm = inside.k_layernorm = norm
-    if isinstance(layer.mlp, Sparse):
+    if layer.mlp is None:
+        parts.pre_mlp_layernorm = parts.mlp = IdentityOp
+        parts.mlp_bda = IdentityFuncOp
+    elif isinstance(layer.mlp, Sparse):
         if layer.mlp.sigmoid:
             parts.mlp.submodules.router = partial(SigmoidRouter, layer.mlp)
         elif not part.fused_norms:

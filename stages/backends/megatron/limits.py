@@ -15,6 +15,8 @@ from stages.backends.model.families import decoder_of
 ENGINE = "transformer_engine"
 UNSIZED: Mapping[str, Any] = {  # what no division depends on, where a config leaves it to its family
     "rms_norm_eps": 1e-6,
+    "layer_norm_epsilon": 1e-5,
+    "chunk_size": 128,
     "hidden_act": "silu",
     "vocab_size": 1,
     "norm_topk_prob": True,

@@ -79,7 +79,7 @@ def parameters(decoder: Decoder, part: Part) -> dict[str, Parameter]:
     """All parameters of a rank, by Megatron-core's names; with an adapter, those of the adapter."""
     if decoder.lora is not None:
         return adapter_parameters(parameters(replace(decoder, lora=None), part), decoder.lora)
-    made = _Made({}, decoder.hidden, part)
+    made = _Made({}, decoder, part)
     if part.stage == 0:
         made.add(FIRST, decoder)
     for number, layer in enumerate(stage_layers(len(decoder.layers), part.stages)[part.stage]):
@@ -90,7 +90,8 @@ def parameters(decoder: Decoder, part: Part) -> dict[str, Parameter]:
     if part.stage == part.stages - 1:
         made.add(LAST, decoder)
         if decoder.tied and part.stages > 1:
-            shape, pieces = _laid_out(TIED, decoder.hidden, decoder, (part.tensor, part.tensors), TIED.tensors)
+            names = [decoder.called(name) for name in TIED.tensors]
+            shape, pieces = _laid_out(TIED, decoder.hidden, decoder, (part.tensor, part.tensors), names)
             made.table[TIED.parameter] = Parameter(shape, pieces, DIVIDED[TIED.kind], copy=True)
     return made.table
 
@@ -105,7 +106,7 @@ class _Made:
     """The table of a rank's parameters while it is filled."""
 
     table: dict[str, Parameter]
-    hidden: int
+    decoder: Decoder
     part: Part
 
     def add(self, rules: Sequence[NameRule], kind: Any, numbers: Mapping[str, tuple[int, int]] | None = None) -> None:
@@ -126,7 +127,8 @@ class _Made:
         if rule.when(kind):
             here = {name: mine for name, (mine, _) in numbers.items()}
             there = {name: whole for name, (_, whole) in numbers.items()}
-            shape, pieces = _laid_out(rule, self.hidden, kind, own, [name.format(**there) for name in rule.tensors])
+            names = [self.decoder.called(name.format(**there)) for name in rule.tensors]
+            shape, pieces = _laid_out(rule, self.decoder.hidden, kind, own, names)
             self.table[_named(rule, kind, self.part).format(**here)] = Parameter(
                 shape, pieces, DIVIDED[rule.kind], expert="expert" in here, dtype=kept_dtype(rule.tensors[0])
             )
@@ -159,6 +161,14 @@ def _laid_out(
             share = whole[1] // ranks
             columns = (share * index, share * (index + 1))
             return (whole[0], share), (TensorPiece(names[0], whole, (0, whole[0]), columns, 0),)
+        case "sections":
+            cut, begin, at = [], 0, 0
+            for size in rule.sections(kind):
+                share = size // ranks
+                rows = (begin + share * index, begin + share * (index + 1))
+                cut.append(TensorPiece(names[0], whole, rows, None, at))
+                begin, at = begin + size, at + share
+            return (at, *whole[1:]), tuple(cut)
         case "stacked":
             share = whole[0] // ranks
             rows = (share * index, share * (index + 1))

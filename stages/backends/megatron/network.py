@@ -120,4 +120,6 @@ class Network(GPTModel):
     def recompute(self) -> None:
         """From now on, keep only layer inputs and recompute activations in the backward pass."""
         for layer in self.decoder.layers:
-            layer.recomputes = layer.self_attention.core_attention.recomputed = True
+            layer.recomputes = True
+            if attention := getattr(layer.self_attention, "core_attention", None):
+                attention.recomputed = True

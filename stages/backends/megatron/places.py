@@ -32,11 +32,12 @@ def places(decoder: Decoder, part: Part, item_bytes: int) -> list[Place]:
     found: list[Place] = []
     for buffer, parameter in parameters(decoder, part).items():
         own_bytes = ITEM_BYTES[parameter.dtype] if parameter.dtype else item_bytes
-        row_bytes = own_bytes * prod(parameter.shape[1:])
-        strides = (row_bytes, own_bytes)[: len(parameter.shape)]
+        strides = tuple(own_bytes * prod(parameter.shape[i + 1 :]) for i in range(len(parameter.shape)))
+        row_bytes = strides[0]
         for piece in parameter.pieces:
             name, expert = of_expert(piece.name)
-            box = (piece.rows, *([piece.columns or (0, piece.shape[1])] if len(piece.shape) > 1 else []))
+            box = (piece.rows, *((0, size) for size in piece.shape[1:]))
+            box = box if piece.columns is None else (piece.rows, piece.columns)
             if expert is None:
                 found.append(Place(name, box, buffer, piece.at * row_bytes, strides))
             else:

@@ -1,7 +1,7 @@
 """The table of names: which Hugging Face tensors each parameter of Megatron-core's layers consists of. Data only.
 
 A part of a layer (stages/backends/model/decoder.py) has the rules of its kind in `PARTS`; `names.py` follows them.
-Megatron-core lays out tensors in five ways, see `Kind`.
+Megatron-core lays out tensors in six ways, see `Kind`.
 """
 
 from __future__ import annotations
@@ -10,17 +10,25 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from stages.backends.model.decoder import Decoder, Dense, Grouped, Latent, Sparse
+from stages.backends.model.decoder import Decoder, Dense, Grouped, Latent, Sparse, StateSpace
 
-Kind = Literal["whole", "rows", "columns", "stacked", "grouped"]
+Kind = Literal["whole", "rows", "columns", "sections", "stacked", "grouped"]
 # whole    the whole tensor, on every tensor-parallel rank
 # rows     a range of its rows
 # columns  a range of its columns
+# sections a range of rows from each of several sections of it
 # stacked  a range of rows from each of several tensors, stacked: gate and up of SwiGLU
 # grouped  a range of rows from queries, keys and values, interleaved: for each key-value head its query heads, its key
 #          and its value. With more ranks than key-value heads, several ranks hold rows of one, and none holds them all:
 #          Megatron-core gathers their products (core/transformer/attention.py, get_query_key_value_tensors)
-DIVIDED: Mapping[Kind, int | None] = {"whole": None, "rows": 0, "columns": 1, "stacked": 0, "grouped": 0}
+DIVIDED: Mapping[Kind, int | None] = {
+    "whole": None,
+    "rows": 0,
+    "columns": 1,
+    "sections": 0,
+    "stacked": 0,
+    "grouped": 0,
+}
 Shape = tuple[int, ...]
 
 
@@ -32,6 +40,7 @@ class NameRule:
     shape   of one of the tensors, from the hidden size and the description of the part of a layer that has them; of
             grouped ones, which differ, without the number of rows
     when    whether a part has them
+    sections   the rows of each section
     """
 
     parameter: str
@@ -39,6 +48,7 @@ class NameRule:
     tensors: tuple[str, ...]
     shape: Callable[[int, Any], Shape]
     when: Callable[[Any], bool] = lambda part: True
+    sections: Callable[[Any], tuple[int, ...]] = lambda part: ()
 
 
 LAYER, _HF = "decoder.layers.{layer}.", "model.layers.{layer}."
@@ -46,6 +56,7 @@ _MLP, _HF_MLP = LAYER + "mlp.", _HF + "mlp."
 _EXPERT, _HF_EXPERT = _MLP + "experts.local_experts.{expert}.", _HF_MLP + "experts.{expert}."
 _SHARED, _HF_SHARED = _MLP + "shared_experts.", _HF_MLP + "shared_experts."
 _ATTENTION, _HF_ATTENTION = LAYER + "self_attention.", _HF + "self_attn."
+_STATE, _HF_STATE = LAYER + "self_attention.", _HF + "mixer."
 
 
 def _hidden(hidden: int, part: Any) -> Shape:
@@ -60,13 +71,18 @@ def _qkv(kind: str) -> tuple[str, ...]:
     return tuple(f"{_HF_ATTENTION}{letter}_proj.{kind}" for letter in "qkv")
 
 
-def _swiglu(
+def _feed_forward(
     here: str, there: str, inner: Callable[[Any], int], when: Callable[[Any], bool] = lambda part: True
 ) -> tuple[NameRule, ...]:
-    """The rules of a SwiGLU feed-forward layer of an inner size."""
-    both = (there + "gate_proj.weight", there + "up_proj.weight")
+    """The rules of a feed-forward layer of an inner size."""
+    gate, up = (there + "gate_proj.weight", there + "up_proj.weight")
+
+    def shape(hidden: int, part: Any) -> Shape:
+        return (inner(part), hidden)
+
     return (
-        NameRule(here + "linear_fc1.weight", "stacked", both, lambda hidden, part: (inner(part), hidden), when),
+        NameRule(here + "linear_fc1.weight", "stacked", (gate, up), shape, lambda part: when(part) and part.gated),
+        NameRule(here + "linear_fc1.weight", "rows", (up,), shape, lambda part: when(part) and not part.gated),
         NameRule(
             here + "linear_fc2.weight",
             "columns",
@@ -162,7 +178,42 @@ PARTS: Mapping[type, tuple[NameRule, ...]] = {  # by the kind of a part of a lay
             lambda hidden, part: (hidden, part.heads * part.value),
         ),
     ),
-    Dense: _swiglu(_MLP, _HF_MLP, lambda part: part.inner),
+    StateSpace: (
+        NameRule(
+            _STATE + "in_proj.weight",
+            "sections",
+            (_HF_STATE + "in_proj.weight",),
+            lambda hidden, part: (sum(part.projected), hidden),
+            sections=lambda part: part.projected,
+        ),
+        NameRule(
+            _STATE + "conv1d.weight",
+            "sections",
+            (_HF_STATE + "conv1d.weight",),
+            lambda _, part: (sum(part.convolved), 1, part.kernel),
+            sections=lambda part: part.convolved,
+        ),
+        NameRule(
+            _STATE + "conv1d.bias",
+            "sections",
+            (_HF_STATE + "conv1d.bias",),
+            lambda _, part: (sum(part.convolved),),
+            lambda part: part.bias,
+            sections=lambda part: part.convolved,
+        ),
+        *(
+            NameRule(_STATE + name, "rows", (_HF_STATE + name,), lambda _, part: (part.heads,))
+            for name in ("A_log", "D", "dt_bias")
+        ),
+        NameRule(_STATE + "norm.weight", "rows", (_HF_STATE + "norm.weight",), lambda _, part: (part.inner,)),
+        NameRule(
+            _STATE + "out_proj.weight",
+            "columns",
+            (_HF_STATE + "out_proj.weight",),
+            lambda hidden, part: (hidden, part.inner),
+        ),
+    ),
+    Dense: _feed_forward(_MLP, _HF_MLP, lambda part: part.inner),
     Sparse: (
         NameRule(
             _MLP + "router.weight",
@@ -177,8 +228,8 @@ PARTS: Mapping[type, tuple[NameRule, ...]] = {  # by the kind of a part of a lay
             lambda _, part: (part.experts,),
             lambda part: part.sigmoid,
         ),
-        *_swiglu(_SHARED, _HF_SHARED, lambda part: part.shared, lambda part: part.shared),
-        *_swiglu(_EXPERT, _HF_EXPERT, lambda part: part.inner),  # for each expert
+        *_feed_forward(_SHARED, _HF_SHARED, lambda part: part.shared, lambda part: part.shared),
+        *_feed_forward(_EXPERT, _HF_EXPERT, lambda part: part.inner),  # for each expert
     ),
 }
 FUSED_NORMS: Mapping[type, tuple[str, str]] = {  # Transformer Engine keeps these inside the linear layer that follows

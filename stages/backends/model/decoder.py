@@ -91,17 +91,55 @@ class Latent:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StateSpace:
+    """A Mamba-2 mixer (arXiv 2405.21060, section 7).
+
+    heads, head_dim   heads of the state, and channels of each
+    groups, state     groups of heads that share their inputs and outputs of the state, B and C, and the size of these
+    kernel            positions that the convolution before the scan sees
+    chunk             positions that the scan computes at once; results do not depend on it
+    bias              whether the convolution has one
+    """
+
+    heads: int
+    head_dim: int
+    groups: int
+    state: int
+    kernel: int
+    chunk: int = 128
+    bias: bool = True
+
+    @property
+    def inner(self) -> int:
+        """Channels of all heads."""
+        return self.heads * self.head_dim
+
+    @property
+    def convolved(self) -> tuple[int, int, int]:
+        """Channels that are convolved: the heads' inputs, B and C."""
+        return self.inner, self.groups * self.state, self.groups * self.state
+
+    @property
+    def projected(self) -> tuple[int, ...]:
+        """Sizes of what a position is projected to: the gate, what is convolved, and a time step for each head."""
+        return self.inner, *self.convolved, self.heads
+
+
+@dataclass(frozen=True, kw_only=True)
 class Dense:
-    """A SwiGLU feed-forward part (arXiv 2002.05202) of this inner size."""
+    """A feed-forward part of this inner size: SwiGLU (arXiv 2002.05202) if `gated`, otherwise with squared ReLU (arXiv
+    2109.08668) between two matrices."""
 
     inner: int
+    gated: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sparse:
-    """A mixture of SwiGLU experts.
+    """A mixture of experts, each a feed-forward part.
 
     experts, chosen, inner     experts, experts per token, inner size of one
+    gated                      as `Dense.gated`
     renormalised               whether the weights of the chosen experts are normalized to 1
     sigmoid                    whether scores are sigmoids, and a constant per expert is added to choose among them
                                (DeepSeek-V3, arXiv 2412.19437, section 2.1.2); otherwise they are softmax
@@ -113,6 +151,7 @@ class Sparse:
     experts: int
     chosen: int
     inner: int
+    gated: bool = True
     renormalised: bool = True
     sigmoid: bool = False
     divisions: int = 1
@@ -121,7 +160,7 @@ class Sparse:
     shared: int = 0
 
 
-Mixer: TypeAlias = Grouped | Latent
+Mixer: TypeAlias = Grouped | Latent | StateSpace
 Mlp: TypeAlias = Dense | Sparse
 
 
@@ -142,6 +181,8 @@ class Decoder:
     tied            whether input and output embeddings are tied
     eps, rope       of the norms; of attention
     lora            the adapter that is trained in its place
+    renamed         what tensors are called in a folder where it is not as Llama's: pairs of a part of Llama's name, and
+                    what takes its place
     """
 
     layers: tuple[Layer, ...]
@@ -151,6 +192,18 @@ class Decoder:
     eps: float = 1e-6
     rope: Rope | None = None
     lora: LoRA | None = None
+    renamed: tuple[tuple[str, str], ...] = ()
+
+    def called(self, name: str) -> str:
+        """The name in a folder of what Llama calls `name`."""
+        for llama, own in self.renamed:
+            name = name.replace(llama, own)
+        return name
+
+    @property
+    def gated(self) -> bool:
+        """Whether its feed-forward parts are."""
+        return all(mlp.gated for mlp in self.mlps)
 
     @property
     def mixers(self) -> list[Mixer]:

@@ -8,10 +8,11 @@ What a family has is one line of `FAMILIES`. Knows the keys of configs; no weigh
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from ops.flops import block_kinds
 from pipeline.errors import Problem, StageError
 from stages.backends.model.decoder import (
     Decoder,
@@ -24,6 +25,7 @@ from stages.backends.model.decoder import (
     Mlp,
     Rope,
     Sparse,
+    StateSpace,
     Yarn,
 )
 
@@ -37,6 +39,7 @@ class Family:
     rotary          the part of a head that a rotary embedding turns, if the config does not say
     ropes           the scalings of rotary embeddings that are computed
     mixture         how a mixture scores experts; "" is none
+    hybrid          each layer has one part, which a list names; no rotary embedding, and squared ReLU
     """
 
     bias: bool | str = False
@@ -45,6 +48,7 @@ class Family:
     rotary: float = 1.0
     ropes: tuple[str, ...] = ("default", "llama3")
     mixture: Literal["", "softmax", "sigmoid"] = ""
+    hybrid: bool = False
 
 
 FAMILIES: Mapping[str, Family] = {
@@ -54,7 +58,17 @@ FAMILIES: Mapping[str, Family] = {
     "qwen3_moe": Family(norm=True, mixture="softmax"),
     "glm4_moe": Family(bias="attention_bias", norm="use_qk_norm", rotary=0.5, mixture="sigmoid"),
     "deepseek_v3": Family(latent=True, ropes=("default", "yarn"), mixture="sigmoid"),
+    "nemotron_h": Family(ropes=("default",), mixture="sigmoid", hybrid=True),
 }
+HYBRID_NAMES = (  # Llama's and NemotronH's
+    ("model.embed_tokens", "backbone.embeddings"),
+    ("model.norm", "backbone.norm_f"),
+    ("model.layers", "backbone.layers"),
+    (".input_layernorm", ".norm"),
+    (".post_attention_layernorm", ".norm"),
+    (".self_attn.", ".mixer."),
+    (".mlp.", ".mixer."),
+)
 _REFUSED: Mapping[str, str] = {  # families that are known, and why no engine builds them layer by layer
     "gpt_oss": "Megatron-core 0.16.1 computes neither attention sinks nor sliding windows without Transformer Engine",
 }
@@ -71,6 +85,8 @@ def decoder_of(config: Mapping[str, Any], where: str) -> Decoder:
     if problems := list(_problems(config, where)):
         raise StageError(*problems)
     family = FAMILIES[config["model_type"]]
+    if family.hybrid:
+        return _hybrid(config, family)
     mixer = _latent(config) if family.latent else _grouped(config, family)
     layers = [Layer(mixer=mixer, mlp=_mlp(config, family, number)) for number in range(config["num_hidden_layers"])]
     return Decoder(
@@ -94,11 +110,14 @@ def _problems(config: Mapping[str, Any], where: str) -> Iterator[Problem]:
             fix="one of these architectures, or backend='torch'" if name not in _REFUSED else "backend='torch'",
         )
         return
+    if family.hybrid:
+        yield from _hybrid_problems(config, where)
+        return
     rope = _rope_settings(config)
     kind, act = rope.get("rope_type", "default"), config.get("hidden_act")
     biased = bool(config.get("attention_bias")) and family.bias != "attention_bias"
     unequal = config.get("num_key_value_heads") not in (None, config.get("num_attention_heads"))
-    for what, differs, why in (
+    settings = (
         (f"rope_type={kind!r}", kind not in family.ropes, f"of this family, {' and '.join(family.ropes)} are computed"),
         (f"hidden_act={act!r}", act != "silu", "experts and MLPs are SwiGLU"),
         ("attention_bias=True", biased, "these projections have no bias here"),
@@ -106,9 +125,65 @@ def _problems(config: Mapping[str, Any], where: str) -> Iterator[Problem]:
         ("use_sliding_window=True", bool(config.get("use_sliding_window")), "attention is over the whole sequence"),
         ("a quantization_config", bool(config.get("quantization_config")), "weights are read as they are stored"),
         ("fewer key-value heads than heads", family.latent and unequal, "each head has its own keys and values"),
-    ):
+    )
+    yield from _computed_differently(settings, where)
+
+
+def _hybrid_problems(config: Mapping[str, Any], where: str) -> Iterator[Problem]:
+    kinds, mlp, mamba = block_kinds(config), config.get("mlp_hidden_act"), config.get("mamba_hidden_act")
+    known = ("mamba", "attention", "mlp", "moe")
+    unknown = sorted(set(kinds) - {*known})
+    biases = [name for name in ("attention_bias", "mlp_bias", "use_bias", "mamba_proj_bias") if config.get(name)]
+    settings = (
+        (f"layers of the kind {unknown}", bool(unknown), f"the kinds are {', '.join(known)}"),
+        ("moe_latent_size", "moe" in kinds and bool(config.get("moe_latent_size")), "experts have the hidden size"),
+        ("n_shared_experts other than 1", "moe" in kinds and config.get("n_shared_experts", 1) != 1, "engines differ"),
+        ("no layer with attention", "attention" not in kinds, "Megatron-core's configuration has attention heads"),
+        (f"mlp_hidden_act={mlp!r}", mlp not in (None, "relu2"), "feed-forward parts have squared ReLU"),
+        (f"mamba_hidden_act={mamba!r}", mamba not in (None, "silu"), "Mamba layers have SiLU"),
+        (f"{', '.join(biases)}", bool(biases), "matrices have no bias here"),
+        ("a sliding_window", bool(config.get("sliding_window")), "attention is over the whole sequence"),
+        ("a quantization_config", bool(config.get("quantization_config")), "weights are read as they are stored"),
+    )
+    yield from _computed_differently(settings, where)
+
+
+def _computed_differently(settings: Iterable[tuple[str, bool, str]], where: str) -> Iterator[Problem]:
+    """Yield a problem for each setting that is true: what it is, whether it is, and why that is one."""
+    for what, differs, why in settings:
         if differs:
             yield Problem(where=where, what=f"the model's config has {what}", why=why, fix="backend='torch'")
+
+
+def _hybrid(config: Mapping[str, Any], family: Family) -> Decoder:
+    parts: Mapping[str, Mapping[str, Any]] = {
+        "mamba": {"mixer": _state_space(config), "mlp": None},
+        "attention": {"mixer": _grouped(config, family), "mlp": None},
+        "mlp": {"mixer": None, "mlp": Dense(inner=config.get("intermediate_size") or 0, gated=False)},
+    }
+    if "moe" in block_kinds(config):
+        shared = config["moe_shared_expert_intermediate_size"]
+        parts = {**parts, "moe": {"mixer": None, "mlp": replace(_sigmoid(config), gated=False, shared=shared)}}
+    return Decoder(
+        layers=tuple(Layer(**parts[kind]) for kind in block_kinds(config)),
+        hidden=config["hidden_size"],
+        vocab=config["vocab_size"],
+        tied=bool(config.get("tie_word_embeddings")),
+        eps=config["layer_norm_epsilon"],
+        renamed=HYBRID_NAMES,
+    )
+
+
+def _state_space(config: Mapping[str, Any]) -> StateSpace:
+    return StateSpace(
+        heads=config["mamba_num_heads"],
+        head_dim=config["mamba_head_dim"],
+        groups=config["n_groups"],
+        state=config["ssm_state_size"],
+        kernel=config["conv_kernel"],
+        chunk=config["chunk_size"],
+        bias=bool(config.get("use_conv_bias", True)),
+    )
 
 
 def _has(config: Mapping[str, Any], said: bool | str) -> bool:
@@ -153,18 +228,22 @@ def _mlp(config: Mapping[str, Any], family: Family, number: int) -> Mlp:
             renormalised=bool(config["norm_topk_prob"]),
         )
     if family.mixture == "sigmoid" and number >= config["first_k_dense_replace"]:
-        return Sparse(
-            experts=config.get("n_routed_experts") or config["num_local_experts"],
-            chosen=config["num_experts_per_tok"],
-            inner=config["moe_intermediate_size"],
-            renormalised=bool(config["norm_topk_prob"]),
-            sigmoid=True,
-            divisions=config["n_group"],
-            kept=config["topk_group"],
-            scale=float(config["routed_scaling_factor"]),
-            shared=config["moe_intermediate_size"] * (config["n_shared_experts"] or 0),
-        )
+        return replace(_sigmoid(config), shared=config["moe_intermediate_size"] * (config["n_shared_experts"] or 0))
     return Dense(inner=config["intermediate_size"])
+
+
+def _sigmoid(config: Mapping[str, Any]) -> Sparse:
+    """A mixture routed by sigmoids, without its shared expert."""
+    return Sparse(
+        experts=config.get("n_routed_experts") or config["num_local_experts"],
+        chosen=config["num_experts_per_tok"],
+        inner=config["moe_intermediate_size"],
+        renormalised=bool(config["norm_topk_prob"]),
+        sigmoid=True,
+        divisions=config["n_group"],
+        kept=config["topk_group"],
+        scale=float(config["routed_scaling_factor"]),
+    )
 
 
 def _is_sparse(config: Mapping[str, Any], number: int) -> bool:

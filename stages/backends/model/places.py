@@ -2,13 +2,15 @@
 
     tensors, places, held = placed(network, torch.bfloat16)     # `held` are the rank's own tensors, by buffer
 
-Names are those of the network's state and equal a Hugging Face folder's, except for a layer's experts, which
-transformers stores in two tensors. A tied tensor appears once, under its first name.
+Names are those of the folder of the model. The state of the network has the same, except for the experts of a layer,
+which transformers stores in two tensors, and for NemotronH, whose folder has another prefix. A tied tensor appears
+once, under its first name.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import TypeAlias
 
 import torch
@@ -22,7 +24,8 @@ from stages.backends.model.precision import kept_dtype
 from stages.backends.model.weights import state
 
 Placed: TypeAlias = tuple[dict[str, Tensor], list[Place], dict[str, torch.Tensor]]
-GATE_UP, DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
+PREFIXES = {"nemotron_h": ("model.", "backbone.")}  # of the state and of the folder, where they differ
+GATE_UP, UP, DOWN = ".experts.gate_up_proj", ".experts.up_proj", ".experts.down_proj"
 
 
 def placed(network: nn.Module, dtype: torch.dtype | None = None) -> Placed:
@@ -38,11 +41,19 @@ def placed(network: nn.Module, dtype: torch.dtype | None = None) -> Placed:
             kind = getattr(torch, own)
         held[name] = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         divide = _parts if _is_divided(name, found) else _same
-        for part, shape, place in divide(name, tuple(tensor.shape), _own(tensor), kind.itemsize):
+        for of_state, shape, place in divide(name, tuple(tensor.shape), _own(tensor), kind.itemsize):
+            part = in_folder(network, of_state)
+            place = replace(place, tensor=part)
             tensors[part] = Tensor(shape, str(kind).removeprefix("torch."))
             if held[name].numel():
                 places.append(place)
     return tensors, places, held
+
+
+def in_folder(network: nn.Module, name: str) -> str:
+    """The name in the model's folder of a tensor of the network's state."""
+    mine, theirs = PREFIXES.get(getattr(getattr(network, "config", None), "model_type", ""), ("", ""))
+    return theirs + name.removeprefix(mine) if mine and name.startswith(mine) else name
 
 
 def _own(tensor: torch.Tensor) -> Box:
@@ -57,9 +68,9 @@ def _parts(
     name: str, shape: tuple[int, ...], own: Box, item_bytes: int
 ) -> Iterator[tuple[str, tuple[int, ...], Place]]:
     """The model tensors inside a state tensor, with their shapes and positions."""
-    layer, _, _ = name.partition("experts.")
-    if name.endswith(DOWN):
-        part = f"{layer}experts.*.down_proj.weight"
+    layer, _, matrix = name.partition("experts.")
+    if not name.endswith(GATE_UP):
+        part = f"{layer}experts.*.{matrix}.weight"
         yield part, shape, dense(part, own, item_bytes, name)
     else:
         experts, both, hidden = shape
@@ -78,7 +89,7 @@ def _same(name: str, shape: tuple[int, ...], own: Box, item_bytes: int) -> Itera
 def _is_divided(name: str, found: Mapping[str, torch.Tensor]) -> bool:
     """Whether a state tensor has the experts of a layer, which a folder has apart. Those with a bias (gpt-oss) are in a
     folder as in the network."""
-    return name.endswith((DOWN, GATE_UP)) and f"{name}_bias" not in found
+    return name.endswith((DOWN, UP, GATE_UP)) and f"{name}_bias" not in found
 
 
 def pieces(network: nn.Module, file: str) -> dict[str, Pieces]:
@@ -90,15 +101,17 @@ def pieces(network: nn.Module, file: str) -> dict[str, Pieces]:
         shape_of = tuple(tensor.shape)
         for part, shape, at in _published(name, shape_of) if divided else ((name, shape_of, 0),):
             box = tuple((0, size) for size in shape)
-            found[part] = Pieces(shape=shape, pieces=(Piece(file=file, tensor=name, at=at, box=box),))
+            found[in_folder(network, part)] = Pieces(
+                shape=shape, pieces=(Piece(file=file, tensor=name, at=at, box=box),)
+            )
     return found
 
 
 def _published(name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...], int]]:
     """The folder's tensors inside a state tensor: name, shape and first element."""
-    layer, _, _ = name.partition("experts.")
+    layer, _, matrix = name.partition("experts.")
     experts, rows, columns = shape
-    kinds = ("down",) if name.endswith(DOWN) else ("gate", "up")
+    kinds = ("gate", "up") if name.endswith(GATE_UP) else (matrix.removesuffix("_proj"),)
     share = rows // len(kinds)
     for expert in range(experts):
         for i, kind in enumerate(kinds):

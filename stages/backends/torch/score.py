@@ -60,9 +60,10 @@ def predict(
     pad: int,
     packed: bool = False,
 ) -> Predicted:
-    """Run one pass over a microbatch. Computes logits of response positions only."""
+    """Run one pass over a microbatch. Computes logits of response positions only. Models with a recurrent state get a
+    rectangle, never a row: in transformers the state of a sample would pass to the next."""
     lengths, width = response_ids.lengths, microbatch.response
-    device = network.device
+    device, packed = network.device, packed and not network._is_stateful
     if packed:
         row = pack(prompt_ids.rows(), response_ids.rows())
         ids_1S, positions_1S = row.ids_1S.to(device), row.positions_1S.to(device)

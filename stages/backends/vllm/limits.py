@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ops.flops import inner_size
+from ops.flops import block_kinds, inner_size
 from pipeline import Model, WorkerGroup
 from pipeline.errors import Problem, counted
 from stages.backends import model_problems
@@ -96,12 +96,50 @@ def _divides(group: WorkerGroup, config: Mapping[str, Any], where: str) -> Itera
             why="each rank holds whole key-value heads, or equally many ranks hold one",
             fix=f"use a divisor or a multiple of {groups}",
         )
-    if inner := _uneven_inner(config, tensor):
+    if config.get("model_type") == "nemotron_h":
+        yield from _hybrid(group, config, where)
+    elif inner := _uneven_inner(config, tensor):
         yield Problem(
             where=where,
             what=f"tensor_parallel={tensor} does not divide the model's {inner} ({config[inner]})",
             why="all ranks hold equal parts",
             fix=f"use a divisor of {config[inner]}",
+        )
+
+
+def _hybrid(group: WorkerGroup, config: Mapping[str, Any], where: str) -> Iterator[Problem]:
+    """Reasons why the group cannot compute the layers of a NemotronH."""
+    kinds, tensor = block_kinds(config), group.tensor_parallel
+    heads, groups = config.get("mamba_num_heads"), config.get("n_groups")
+    if "mamba" in kinds and isinstance(heads, int) and heads % tensor:
+        yield Problem(
+            where=where,
+            what=f"tensor_parallel={tensor} does not divide the model's Mamba heads ({heads})",
+            why="all ranks hold equal parts",
+            fix=f"use a divisor of {heads}",
+        )
+    elif "mamba" in kinds and isinstance(groups, int) and groups > 1 and groups % tensor:
+        yield Problem(
+            where=where,
+            what=f"tensor_parallel={tensor} does not divide the model's groups of Mamba heads ({groups})",
+            why="vLLM copies a group to several ranks only if it is the only one",
+            fix=f"use a divisor of {groups}",
+        )
+    if group.gpus:
+        return
+    if "mamba" in kinds and isinstance(groups, int) and groups > 1:
+        yield Problem(
+            where=where,
+            what=f"the model has n_groups={groups} of Mamba heads, and worker group {group.name!r} has no GPUs",
+            why="the CPU build of vLLM 0.32 computes wrong values for more than one group",
+            fix="gpus=..., or backend='torch'",
+        )
+    if "moe" in kinds:
+        yield Problem(
+            where=where,
+            what=f"the model has experts without gates, and worker group {group.name!r} has no GPUs",
+            why="the CPU build of vLLM 0.32 has no kernel for them",
+            fix="gpus=..., or backend='torch'",
         )
 
 

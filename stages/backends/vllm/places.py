@@ -10,12 +10,12 @@ key-value heads are replicated if there are fewer than ranks; embeddings are pad
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, TypeAlias
 
 from ops.refit.layout import ITEM_BYTES, Box, Place, Tensor
-from stages.backends.model.decoder import Decoder, Dense, Grouped, Latent, Sparse
+from stages.backends.model.decoder import Decoder, Dense, Grouped, Latent, Sparse, StateSpace
 from stages.backends.model.precision import kept_dtype
 
 Range: TypeAlias = tuple[int, int]
@@ -25,7 +25,15 @@ VOCAB_SHARES = 64  # embedding rows are a multiple of this
 def places(decoder: Decoder, rank: int, ranks: int, item_bytes: int) -> list[Place]:
     """The places of one of `ranks` tensor-parallel ranks. Padding belongs to no place, and neither do tensors that vLLM
     computes others from, which its own loader must see."""
-    return list(_places(decoder, _Rank(rank, ranks, decoder.hidden, item_bytes)))
+    found = list(_places(decoder, _Rank(rank, ranks, decoder.hidden, item_bytes)))
+    if not decoder.renamed:
+        return found
+    return [replace(p, tensor=decoder.called(p.tensor), buffer=_renamed(decoder.called(p.buffer))) for p in found]
+
+
+def _renamed(name: str) -> str:
+    """vLLM's name of a parameter, from that of a tensor of NemotronH (models/nemotron_h.py, hf_to_vllm_mapper)."""
+    return name.replace("backbone.", "model.").replace(".embeddings.", ".embed_tokens.")
 
 
 @dataclass(frozen=True)
@@ -96,15 +104,32 @@ def _latent(at: str, part: Latent, rank: _Rank) -> Iterator[Place]:
     yield from ()
 
 
+def _state_space(at: str, part: StateSpace, rank: _Rank) -> Iterator[Place]:
+    """Matrices and norm. vLLM computes A from A_log and keeps a second view of the convolution's weights: these go
+    through its loader, with what lies in the same modules (mamba/mamba_mixer2.py)."""
+    at, every, boxes, begin = f"{at}mixer.", (0, rank.hidden), [], 0
+    for number, size in enumerate(part.projected):
+        whole = part.groups == 1 and number in (2, 3)  # B and C of the only group are on every rank
+        first, last = (0, size) if whole else rank.share(size)
+        boxes.append((f"{at}in_proj.weight", ((begin + first, begin + last), every)))
+        begin += size
+    yield from rank.stacked(f"{at}in_proj.weight", boxes)
+    yield from rank.one(f"{at}norm.weight", rank.share(part.inner))
+    yield from rank.one(f"{at}out_proj.weight", every, rank.share(part.inner))
+
+
 def _dense(at: str, part: Dense, rank: _Rank) -> Iterator[Place]:
-    yield from _swiglu(f"{at}mlp.", part.inner, rank)
+    yield from _feed_forward(f"{at}mlp.", part.inner, rank, gated=part.gated)
 
 
-def _swiglu(at: str, inner: int, rank: _Rank) -> Iterator[Place]:
+def _feed_forward(at: str, inner: int, rank: _Rank, *, gated: bool) -> Iterator[Place]:
     width, every = rank.share(inner), (0, rank.hidden)
-    yield from rank.stacked(
-        f"{at}gate_up_proj.weight", [(f"{at}{name}_proj.weight", (width, every)) for name in ("gate", "up")]
-    )
+    if gated:
+        yield from rank.stacked(
+            f"{at}gate_up_proj.weight", [(f"{at}{name}_proj.weight", (width, every)) for name in ("gate", "up")]
+        )
+    else:
+        yield from rank.one(f"{at}up_proj.weight", width, every)
     yield from rank.one(f"{at}down_proj.weight", every, width)
 
 
@@ -114,8 +139,8 @@ def _mixture(at: str, part: Sparse, rank: _Rank) -> Iterator[Place]:
     if part.sigmoid:
         yield from rank.one(f"{at}gate.e_score_correction_bias", experts)
     if part.shared:
-        yield from _swiglu(f"{at}shared_experts.", part.shared, rank)
-    names = [f"{at}experts.*.{name}_proj.weight" for name in ("gate", "up")]
+        yield from _feed_forward(f"{at}shared_experts.", part.shared, rank, gated=part.gated)
+    names = [f"{at}experts.*.{name}_proj.weight" for name in (("gate", "up") if part.gated else ("up",))]
     yield from rank.stacked(f"{at}experts.w13_weight", [(name, (experts, width, every)) for name in names], along=1)
     down = [(f"{at}experts.*.down_proj.weight", (experts, every, width))]
     yield from rank.stacked(f"{at}experts.w2_weight", down)
@@ -124,6 +149,7 @@ def _mixture(at: str, part: Sparse, rank: _Rank) -> Iterator[Place]:
 PARTS: Mapping[type, Callable[[str, Any, _Rank], Iterator[Place]]] = {  # by the kind of a part of a layer
     Grouped: _grouped,
     Latent: _latent,
+    StateSpace: _state_space,
     Dense: _dense,
     Sparse: _mixture,
 }
