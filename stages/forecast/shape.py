@@ -14,6 +14,7 @@ from pipeline.errors import Problem
 from stages.model_shape import known_config
 
 HALF, SINGLE = 2, 4  # bytes of a bfloat16, of a float32
+QUANTIZED = 1 + SINGLE / 128**2  # bytes of an 8-bit float with its share of a block's scale
 
 
 @dataclass(frozen=True)
@@ -36,12 +37,23 @@ class Divided:
     def weights(self) -> float:
         """Weights of the fullest rank. Norms and biases are left out."""
         shape = self.shape
+        embeddings = 1 if self.tied or self.pipeline > 1 else 2
+        routers = self.layers * shape.hidden * shape.experts
+        return self.matrices + routers + embeddings * shape.logit_weights / self.tensor
+
+    @property
+    def matrices(self) -> float:
+        """Of these, the weights of attention, MLPs and experts."""
+        shape = self.shape
         attention = shape.hidden * shape.head_dim * (2 * shape.heads + 2 * shape.kv_heads)
         inner = shape.hidden * shape.intermediate * (3 if shape.gated else 2)
-        own = attention / self.tensor + shape.hidden * shape.experts
+        own = attention / self.tensor
         own += inner * shape.experts / self.experts if shape.experts else inner / self.tensor
-        embeddings = 1 if self.tied or self.pipeline > 1 else 2
-        return self.layers * own + embeddings * shape.logit_weights / self.tensor
+        return self.layers * own
+
+    def size_bytes(self, weights: str) -> float:
+        """Bytes of the weights of the fullest rank, where `WorkerGroup.weights` is this."""
+        return HALF * self.weights - (HALF - QUANTIZED) * self.matrices * (weights == "fp8")
 
 
 def divided(model: Model, group: WorkerGroup) -> Divided:
