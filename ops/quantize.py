@@ -41,7 +41,7 @@ def largest(matrix_RC: torch.Tensor, at: tuple[int, int] = (0, 0)) -> torch.Tens
     for part_RC in _chunks(matrix_RC):
         tiled = _tiled(part_RC, at)
         parts.append(torch.maximum(tiled.amax((-3, -1)), -tiled.amin((-3, -1))).float())
-    return torch.cat(parts).view(*matrix_RC.shape[:-2], *parts[0].shape[-2:]).nan_to_num(torch.inf)
+    return torch.cat(parts).view(*matrix_RC.shape[:-2], *parts[0].shape[-2:]).nan_to_num(torch.inf, posinf=torch.inf)
 
 
 def scales(largest_IJ: torch.Tensor) -> torch.Tensor:

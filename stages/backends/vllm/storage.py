@@ -24,7 +24,7 @@ from ops.refit.ledger import Ledger
 from stages.backends.model import blocks
 from stages.backends.model.experts import single
 from stages.backends.model.shards import Shards
-from stages.backends.vllm.table import Table
+from stages.backends.vllm.table import ParameterTable
 
 
 class Storage:
@@ -33,7 +33,7 @@ class Storage:
     vLLM's own."""
 
     def __init__(
-        self, network: nn.Module, table: Table | None, *, by_loader: Collection[str],
+        self, network: nn.Module, table: ParameterTable | None, *, by_loader: Collection[str],
         offered: Mapping[str, Tensor], device: torch.device, ledger: Ledger,
     ) -> None:  # fmt: skip
         self._ledger = ledger
@@ -73,7 +73,7 @@ class Storage:
             return []
         return [place for place in self._table.places(rank) if _module(place.buffer) not in self._by_loader]
 
-    def _parameters(self, table: Table) -> dict[str, torch.Tensor]:
+    def _parameters(self, table: ParameterTable) -> dict[str, torch.Tensor]:
         """Parameters by vLLM's names: vLLM's own memory, or separate memory on the CPU."""
         shapes = {name: shape for name, shape in table.shapes.items() if _module(name) not in self._by_loader}
         if self._device.type == "cpu":
@@ -110,7 +110,7 @@ class Storage:
             yield from single(name, self.held[_whole(name)])
 
 
-def differing(network: nn.Module, table: Table, rank: int, *, device: torch.device, folder: Path) -> list[str]:
+def differing(network: nn.Module, table: ParameterTable, rank: int, *, device: torch.device, folder: Path) -> list[str]:
     """Parameters, by vLLM's names, for which the table is wrong: they are missing, have another shape, or differ from
     the folder in the first, middle or last row of a place.
 

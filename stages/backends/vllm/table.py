@@ -10,7 +10,7 @@ from stages.backends.model.decoder import Decoder
 from stages.backends.vllm import places as plain
 
 
-class Table:
+class ParameterTable:
     """The parameters of each of `ranks` ranks, by vLLM's names, and the places of the model's tensors in them.
     `quantized`: matrices are 8-bit floats, and their scales are parameters beside them.
 

@@ -21,7 +21,7 @@ from stages.backends.model.decoder import Decoder
 from stages.backends.refit.target import Received, Target
 from stages.backends.vllm.api import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo, load_anew
 from stages.backends.vllm.storage import Storage, differing, wrong_layers
-from stages.backends.vllm.table import Table
+from stages.backends.vllm.table import ParameterTable
 from stages.backends.vllm.weights import RankAnswer, route_from, shares_from
 
 NAME = "sluice"
@@ -134,14 +134,14 @@ class Transfer(WeightTransferEngine[Joined, Offered]):
         )  # fmt: skip
         self._storage = storage
 
-    def _table(self) -> Table | None:
+    def _table(self) -> ParameterTable | None:
         """The table of the model's parameters, if there is one."""
         config, dtype = self.model_config.hf_config.to_dict(), self.model_config.dtype
         if not Decoder.knows(config):
             return None
         assert isinstance(dtype, torch.dtype)
         ranks, quantized = self.parallel_config.tensor_parallel_size, self.model_config.quantization == "fp8"
-        return Table(Decoder.of(config, ""), ranks, dtype, quantized=quantized)
+        return ParameterTable(Decoder.of(config, ""), ranks, dtype, quantized=quantized)
 
     def _load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         load_anew(self.vllm_config, self.model, weights)
