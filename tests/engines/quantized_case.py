@@ -52,6 +52,7 @@ def refitted(root: Path, mixture: bool) -> dict[str, Any]:
     from stages.backends.vllm.api import load_anew
     from stages.backends.vllm.storage import Storage, differing, wrong_layers
     from stages.backends.vllm.table import ParameterTable
+    from stages.backends.vllm.weights import expected
 
     config = MIXTURE if mixture else DENSE
     models = [model_folder(Model("tiny", config=config, alphabet=tiny.ALPHABET, seed=seed), root) for seed in (0, 1)]
@@ -67,6 +68,7 @@ def refitted(root: Path, mixture: bool) -> dict[str, Any]:
         addresses = {name: parameter.data_ptr() for name, parameter in network.named_parameters()}
         for way, ruled, folder, source in (("in place", table, second, 1), ("loader", None, first, 0)):
             share, tensors = offered(models[source])
+            assert expected(folder, torch.bfloat16, "fp8") == tensors
             storage = Storage(
                 network, ruled, by_loader=[], offered=tensors, device=IN_PLACE, ledger=Ledger(torch.device("cpu"))
             )

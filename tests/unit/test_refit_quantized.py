@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from math import prod
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,22 +17,28 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ops.quantize import BLOCK, dequantized, quantized
-from ops.refit.layout import Tensor, dense, whole
-from ops.refit.ledger import Ledger
-from ops.refit.share import Share, digest_of, layout_of
+from ops.refit.layout import Layout, Tensor
 from ops.refit.plan import build
-from ops.refit.transports import TRANSPORTS, Gloo
-from pipeline.declare.ranks import RankLayout
+from ops.refit.share import Share, digest_of, layout_of
+from ops.refit.transports import TRANSPORTS
+from pipeline import StageError, WorkerGroup
+from pipeline.declare.backend import Backend
+from pipeline.declare.task import Task
+from stages import Refit
 from stages.backends import Route
 from stages.backends.megatron import places as megatron
 from stages.backends.megatron.names import parameters
 from stages.backends.megatron.parts import Part
 from stages.backends.model import blocks
 from stages.backends.model.decoder import Decoder
+from stages.backends.model.quantized_folder import quantized_folder
+from stages.backends.model.shards import Shards
 from stages.backends.refit.source import Source
-from stages.backends.refit.target import Target, acknowledged
+from stages.backends.refit.target import Target, acknowledged, check_same
+from stages.backends.trainer import reduce
 from stages.backends.vllm.table import ParameterTable
 from tests.unit.refit_models import TRAINING
+from tests.unit.test_in_flight import POLICY, context
 
 CPU = torch.device("cpu")
 COMMON: dict[str, Any] = {
@@ -89,7 +97,11 @@ def offered(decoder: Decoder, parts: Sequence[Part], models: Sequence[dict[str, 
         shares = []
         for model in models:
             for place in own:
-                at = place.offset // 4, [stop - start for start, stop in place.box], [each // 4 for each in place.strides]
+                at = (
+                    place.offset // 4,
+                    [stop - start for start, stop in place.box],
+                    [each // 4 for each in place.strides],
+                )
                 held[place.buffer].as_strided(at[1], at[2], at[0]).copy_(model[place.tensor][index(place.box)])
             shares.append(source.share(held, TRANSPORTS["pull"]))
         return shares
@@ -123,11 +135,13 @@ def loaded(decoder: Decoder, rank: int, ranks: int, model: dict[str, torch.Tenso
         for layer in range(decoder.layers):
             at, head = f"model.layers.{layer}.", decoder.head_dim
 
-            def own(name: str, axis: int) -> torch.Tensor:
+            def own(name: str, axis: int, at: str = at, suffix: str = suffix) -> torch.Tensor:
                 return model[at + name + suffix].chunk(ranks, axis)[rank]
 
             keys = [
-                model[f"{at}self_attn.{letter}_proj.weight{suffix}"][first * head // size : (first + kept) * head // size]
+                model[f"{at}self_attn.{letter}_proj.weight{suffix}"][
+                    first * head // size : (first + kept) * head // size
+                ]
                 for letter in "kv"
             ]
             qkv = torch.cat([own("self_attn.q_proj.weight", 0), *keys])
@@ -180,8 +194,12 @@ def test_the_record_has_the_error_of_each_layer_whatever_the_division() -> None:
     for layer in ("0", "1"):
         names = [name for name in model if blocks.is_quantized(name) and f".layers.{layer}." in name]
         made = wanted(model)
-        lost = sum(float((dequantized(made[n], made[n + blocks.SUFFIX]) - model[n]).double().square().sum()) for n in names)
-        errors[f"quant_error_layer_{layer}"] = (lost / sum(float(model[n].double().square().sum()) for n in names)) ** 0.5
+        lost = sum(
+            float((dequantized(made[n], made[n + blocks.SUFFIX]) - model[n]).double().square().sum()) for n in names
+        )
+        errors[f"quant_error_layer_{layer}"] = (
+            lost / sum(float(model[n].double().square().sum()) for n in names)
+        ) ** 0.5
     assert errors["quant_error_layer_1"] < 0.85 * errors["quant_error_layer_0"]
     errors["quant_error"] = sum(errors.values()) / 2
     errors["quant_error_worst"] = errors["quant_error_layer_0"]
@@ -206,7 +224,95 @@ def test_the_wire_carries_half_the_bytes() -> None:
     assert share.model_bytes == sum(each.item_bytes * prod(each.shape) for each in halves.tensors.values())
 
 
-def of(table: ParameterTable) -> Any:
-    from ops.refit.layout import Layout
-
+def of(table: ParameterTable) -> Layout:
     return Layout(table.tensors, [table.places(rank) for rank in range(2)])
+
+
+def test_what_must_not_be_quantized_is_refused() -> None:
+    right = ("model.layers.0.self_attn.qkv_proj.weight", "model.layers.0.mlp.experts.w2_weight", "m.o_proj.weight")
+    plain = (
+        "lm_head.weight",
+        "model.norm.weight",
+        "model.layers.0.mlp.gate.weight",
+        "m.qkv_proj.bias",
+        "m.o_proj.x_scale",
+    )
+    assert blocks.refused(right, plain) == ""
+    for name in plain:
+        assert blocks.refused([name], []).startswith(f"{name!r} is an 8-bit float, and only the matrices of") or (
+            name == "m.o_proj.x_scale"
+        )
+    for name in right:
+        assert blocks.refused([], [name]).startswith(f"{name!r} is not an 8-bit float")
+    names = ["model.embed_tokens.weight", "lm_head.weight", "model.layers.3.mlp.gate.weight"]
+    tensors = {name: Tensor((256, 256), "bfloat16") for name in names}
+    assert not any(map(blocks.is_quantized, (*names, "q_proj.bias", "model.layers.0.self_attn.q_norm.weight")))
+    assert blocks.left_out(tensors) == ["lm_head", "model.embed_tokens", "model.layers.3.mlp.gate"]
+    with pytest.raises(ValueError, match=r"no tensor is the weight of a q_proj, .*; there is 'model.embed_tokens"):
+        blocks.quantized_tensors(tensors)
+    shares = [offered(DENSE, TRAINING["TP1"], [model_of(DENSE, 0)])[0][0]]
+    with pytest.raises(StageError, match=r"this model has bfloat16 .* and receives float8_e4m3fn"):
+        served = blocks.quantized_tensors(megatron.tensors(DENSE, "float32"))
+        served["model.layers.0.mlp.up_proj.weight"] = Tensor((256, 192), "bfloat16")
+        check_same(served, layout_of(shares).tensors)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"head_dim": 32}, "rows and columns 0 to 64 x 0 to 192 of 'model.layers.0.self_attn.k_proj.weight'"),
+        ({"intermediate": 128}, "rows and columns 0 to 64 x 0 to 192 of 'model.layers.0.mlp.gate_proj.weight'"),
+    ],
+)
+def test_a_sampler_that_would_cut_blocks_is_refused(change: dict[str, int], told: str) -> None:
+    with pytest.raises(ValueError, match=f"a rank has {told}, which are not whole blocks"):
+        ParameterTable(replace(DENSE, **change), 2, torch.bfloat16, quantized=True)
+
+
+def test_the_stage_has_a_trainer_quantize_for_a_sampler_with_such_weights() -> None:
+    learner = WorkerGroup("learner", backend="torch", threads=1)
+    sampler = WorkerGroup("sampler", backend="vllm", gpus=1, weights="fp8")
+    refit, given = Refit(POLICY, source=learner, target=sampler), []
+    meeting: Any = SimpleNamespace(side="source", is_near=True, offer=given.append)
+    here = context()
+    metrics = refit.setup(here)(meeting, Task(stage="refit", step=0)).metrics
+    tensors = layout_of(given).tensors
+    assert tensors == blocks.quantized_tensors({n: t for n, t in tensors.items() if not n.endswith(blocks.SUFFIX)})
+    layers = [value for name, value in metrics.items() if name.startswith("quant_error_layer_")]
+    assert metrics["quant_error"] == pytest.approx(sum(layers) / len(layers)) and max(layers) < 0.04
+    assert metrics["quant_error_worst"] == max(layers) and metrics["kept_bytes_source"] > 0
+    own = Backend(name="mine", opener="mine:opened", can=("train",))
+    problems = list(replace(refit, source=WorkerGroup("learner", backend=own)).check(SimpleNamespace()))  # type: ignore[arg-type]
+    assert "stage 'refit' goes from 'mine' to weights='fp8'" in [problem.what for problem in problems]
+
+
+def test_ranks_of_a_trainer_combine_over_all_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[Any] = []
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor, how: done.append(how))
+    reduce(torch.ones(1), "max")
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    reduce(torch.ones(1), "max")
+    reduce(torch.ones(1), "sum")
+    assert done == [torch.distributed.ReduceOp.MAX, torch.distributed.ReduceOp.SUM]
+
+
+def test_the_copy_of_a_folder_has_the_same_bytes_and_follows_its_source(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    tensors = {"layers.0.up_proj.weight": torch.randn(130, 70), "lm_head.weight": torch.randn(4, 4)}
+    save_file(tensors, folder / "model.safetensors")
+    made = quantized_folder(folder, tmp_path)
+    assert quantized_folder(folder, tmp_path) == made
+    weight, scale = quantized(tensors["layers.0.up_proj.weight"].bfloat16())
+    held = load_file(made / "model-00000.safetensors")
+    assert same(held["layers.0.up_proj.weight"], weight) and same(held["layers.0.up_proj.weight_scale_inv"], scale)
+    assert same(held["lm_head.weight"], tensors["lm_head.weight"]) and len(held) == 3
+    config = json.loads((made / "config.json").read_text())
+    assert config["quantization_config"] == {
+        "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128],
+        "modules_to_not_convert": ["lm_head"],
+    }  # fmt: skip
+    assert Shards(made).files.keys() == held.keys()
+    save_file({name: 2 * tensor for name, tensor in tensors.items()}, folder / "model.safetensors")
+    assert quantized_folder(folder, tmp_path) != made
