@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from pipeline import Model, StageError
+from stages.backends.model.quantized_folder import quantized_folder
+from tests.engines import vllm_models as tiny
 from tests.engines.quantized_case import refitted
 from tests.optional import need
 
@@ -29,3 +34,54 @@ def test_a_refit_writes_what_the_loader_would(prepared: None, mixture: bool, tmp
             "'model.layers.0.mlp.gate.weight' is an 8-bit float, and only the matrices of q_proj, k_proj, v_proj, "
             "o_proj, gate_proj, up_proj, down_proj may be"
         )
+
+
+def test_the_engine_starts_from_the_quantized_copy(
+    prepared: None, model: Model, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from stages.backends.vllm import client
+    from stages.backends.vllm.engine import VllmEngine
+
+    started: list[Any] = []
+
+    class Started:
+        def __init__(self, setup: Any) -> None:
+            self.setup = setup
+            started.append(setup)
+
+        def longest(self) -> int:
+            return 8
+
+    monkeypatch.setattr(client, "Client", Started)
+    eight = replace(tiny.GROUP, gpus=1, weights="fp8")
+    backend = VllmEngine(eight, root)
+    backend.load(model)
+    assert started[0].folder == quantized_folder(Path(model.source), root) != Path(model.source)
+    plain = tiny.shares(model)
+    with pytest.raises(StageError, match="this model has float8_e4m3fn .* and receives float32"):
+        backend.serve(model, plain, 1)
+    assert (
+        expected(started[0].folder, torch.bfloat16).keys() < expected(started[0].folder, torch.bfloat16, "fp8").keys()
+    )
+
+
+def test_an_engine_that_quantizes_what_it_must_not_is_refused(
+    prepared: None, model: Model, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from stages.backends.vllm import api
+    from stages.backends.vllm.engine import open_engine
+
+    async def refused(llm: Any) -> str:
+        assert await asked(llm) == ""
+        return "'lm_head.weight' is an 8-bit float"
+
+    asked = api.refused
+    monkeypatch.setattr(api, "refused", refused)
+    backend = open_engine(tiny.context(root))
+    try:
+        with pytest.raises(
+            StageError, match=r"in the vLLM engine of .*, 'lm_head.weight' is an 8-bit float; embeddings"
+        ):
+            backend.load(model)
+    finally:
+        backend.close()
