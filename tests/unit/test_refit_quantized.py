@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ops.quantize import BLOCK, dequantized, quantized
-from ops.refit.layout import Layout, Tensor
+from ops.refit.layout import Layout, Tensor, dense, whole
 from ops.refit.plan import build
 from ops.refit.share import Share, digest_of, layout_of
 from ops.refit.transports import TRANSPORTS
@@ -185,6 +185,21 @@ def test_a_sampler_has_the_blocks_of_whole_matrices(decoder: Decoder, training: 
                 assert memory["model.norm.weight"].equal(models[version]["model.norm.weight"])
                 eight = {name for name, tensor in memory.items() if tensor.dtype == torch.float8_e4m3fn}
                 assert eight | {name + blocks.SUFFIX for name in eight} == expected.keys()
+
+
+def test_rows_that_are_cut_anywhere_give_the_same_version() -> None:
+    """As FSDP cuts them."""
+    model, tensors, reduce = model_of(MIXTURE, 0), megatron.tensors(MIXTURE, "float32"), together(3)
+
+    def rank(number: int) -> Share:
+        held = {name: tensor.chunk(3)[number] for name, tensor in model.items() if len(tensor.chunk(3)) > number}
+        first = {name: number * len(tensor.chunk(3)[0]) for name, tensor in model.items()}
+        boxes = {name: ((first[name], first[name] + len(own)), *whole(own.shape[1:])) for name, own in held.items()}
+        own = [dense(name, box, 4, name) for name, box in boxes.items()]
+        return Source(CPU, number, tensors, own, held, quantize=reduce(number)).share(held, TRANSPORTS["pull"])
+
+    with ThreadPoolExecutor(3) as pool:
+        assert digest_of(list(pool.map(rank, range(3)))) == digest_of(offered(MIXTURE, TRAINING["TP1"], [model])[0])
 
 
 def test_the_record_has_the_error_of_each_layer_whatever_the_division() -> None:
