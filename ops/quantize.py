@@ -63,13 +63,13 @@ def quantize(
     scale_IJ = scale_IJ.reshape(-1, *scale_IJ.shape[-2:])
     first = 0
     for part_RC, part_out in zip(_chunks(matrix_RC), _chunks(out_RC)):
-        here = scale_IJ[first : first + len(part_RC)]
+        spread = scale_IJ[first : first + len(part_RC), :, None, :, None]
         first += len(part_RC)
-        spread_RC = _spread(here, part_RC.shape[-2:], at)
-        exact_RC = part_RC.float()
-        part_out.copy_((exact_RC / spread_RC).clamp(-LARGEST, LARGEST))
-        error_RC = part_out.float().mul_(spread_RC).sub_(exact_RC)
-        sums += torch.stack([error_RC.square_().sum(dtype=torch.float64), exact_RC.square().sum(dtype=torch.float64)])
+        exact = _tiled(part_RC, at).float()
+        rounded = (exact / spread).clamp_(-LARGEST, LARGEST).to(DTYPE)
+        part_out.copy_(_untiled(rounded, at)[:, : part_RC.shape[-2], : part_RC.shape[-1]])
+        error = rounded.float().mul_(spread).sub_(exact)
+        sums += torch.stack([each.square().sum(-1).sum(dtype=torch.float64) for each in (error, exact)])
     return sums
 
 
@@ -107,6 +107,12 @@ def _tiled(matrix_XRC: torch.Tensor, at: tuple[int, int]) -> torch.Tensor:
     if before or left or after or right:
         matrix_XRC = pad(matrix_XRC, (left, right, before, after))
     return matrix_XRC.reshape(-1, down, BLOCK, across, BLOCK)
+
+
+def _untiled(tiled: torch.Tensor, at: tuple[int, int]) -> torch.Tensor:
+    """View blocks as matrices that begin with the slice's first element."""
+    matrix_XRC = tiled.reshape(len(tiled), tiled.shape[1] * BLOCK, tiled.shape[3] * BLOCK)
+    return matrix_XRC[:, at[0] % BLOCK :, at[1] % BLOCK :]
 
 
 def _spread(scale_IJ: torch.Tensor, shape: torch.Size, at: tuple[int, int]) -> torch.Tensor:

@@ -106,6 +106,15 @@ def test_a_block_with_an_element_that_is_not_finite_is_not_a_number_and_others_a
         assert made[:, :128].isnan().all() and made[:, 128:].eq(1.0).all()
 
 
+@pytest.mark.parametrize("size", [128, 130])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_matrix_stays_as_it_is(size: int, dtype: torch.dtype) -> None:
+    matrix = matrix_of(0, size, size).to(dtype)
+    before = matrix.clone()
+    quantized(matrix)
+    assert torch.equal(matrix, before)
+
+
 def test_zeros_stay_zeros() -> None:
     weight, scale = quantized(torch.zeros(3, 4))
     assert weight.float().eq(0).all() and scale.item() == 2.0**-22
