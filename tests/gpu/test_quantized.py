@@ -11,7 +11,7 @@ import torch
 from benchmarks.gpu.shapes import model_of
 from ops.quantize import dequantized, largest, quantized, scales
 from tests.gpu.processes import each
-from tests.gpu.samples import loaded, refitted
+from tests.gpu.refitted import loaded, refitted
 from tests.optional import need
 
 START_S = 300.0  # of an engine, with what it compiles
@@ -39,10 +39,18 @@ def test_a_refit_brings_what_a_folder_has(tmp_path: Path) -> None:
     assert found["as offered"] and 0.02 < found["error"] < 0.03
     lengths, tokens, logprobs = found["sampled"]
     near, far = ((logprobs - found[kind]).abs().mean() for kind in ("dequantized", "exact"))
+    print("mean difference of logprobs from dequantized and from exact weights:", near, far)
     assert near < min(0.15, far), "what is left is the rounding of activations"
     fresh = each(loaded, ["0"], str(tmp_path), 64, deadline_s=START_S)[0]
     assert not isinstance(fresh, BaseException), fresh
     others, other_tokens, other_logprobs = fresh
     assert list(lengths) == others
-    same = tokens == other_tokens
-    assert same.float().mean() > 0.95 and (logprobs - other_logprobs)[same].abs().mean() < 1e-3
+    common, differences = [], []
+    parts = (one.split(others) for one in (tokens, other_tokens, logprobs, other_logprobs))
+    for before, after, here, there in zip(*parts):
+        differs = (before != after).nonzero()
+        common.append(int(differs[0]) if len(differs) else len(before))
+        differences.append((here[: common[-1]] - there[: common[-1]]).abs())
+    print("tokens in common:", common)
+    assert sum(common) / len(common) > 16, "bfloat16 tips a token now and then, and then the rest of its sample"
+    assert torch.cat(differences).mean() < 5e-3
