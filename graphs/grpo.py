@@ -38,6 +38,7 @@ def graph(
     learner_gpus: int = 0,
     colocated: bool = False,
     refit_transport: TransportName = "auto",
+    sampler_weights: Literal["auto", "fp8"] = "auto",
     steps: int = 100,
     max_staleness: int = 0,
     seed: int = 0,
@@ -60,6 +61,7 @@ def graph(
     learner_gpus        GPUs that train, one worker each
     colocated           whether sampler and learner take turns on the same GPUs
     refit_transport     how new weights reach the sampler (stages/refit.py)
+    sampler_weights     fp8: vllm on GPUs samples with 8-bit matrices
     steps               batches to train on
     max_staleness       maximum age of a sample, in policy versions; 0 is synchronous
     seed                seed of all random numbers
@@ -73,7 +75,7 @@ def graph(
     kl                  weight of the KL divergence from the model before training; above 0
     """
     policy = Model(model, lora=LoRA(rank=lora_rank) if lora_rank else None)
-    sampler = WorkerGroup("sampler", backend=generator, gpus=sampler_gpus)
+    sampler = WorkerGroup("sampler", backend=generator, gpus=sampler_gpus, weights=sampler_weights)
     learner = WorkerGroup("learner", backend=trainer, gpus=learner_gpus, colocated=sampler if colocated else None)
     loss = ClippedLoss(kl=kl, correction=TruncatedIS(cap=2.0))  # its weights are 1 if nothing is stale
     passes = Packed(microbatch) if trainer == "megatron" else Dynamic(microbatch)  # little or no padding

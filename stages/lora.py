@@ -130,6 +130,9 @@ def group_problems(model: Model, group: WorkerGroup) -> Iterator[Problem]:
     elif group.fully_sharded:
         why, fix = "a model that is not trained needs no sharded optimizer", "fully_sharded=False"
         yield Problem(where=where, what=f"{what} is fully_sharded", why=why, fix=fix)
+    elif group.weights != "auto":
+        why, fix = "an adapter has not been tested on quantized weights", "weights='auto'"
+        yield Problem(where=where, what=f"{what} has weights={group.weights!r}", why=why, fix=fix)
     elif "train" in backend.can and _divides_heads(model, group):
         what = f"{what} has tensor_parallel={group.tensor_parallel}, more than the model has key-value heads"
         why = "a rank would have no row of some target"

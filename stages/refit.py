@@ -22,7 +22,7 @@ from pipeline.declare.task import Rendezvous
 from pipeline.declare.work import GpuPart, GpuWork, Load
 from pipeline.errors import Problem, counted, shown
 from stages.backends import Route, ServedWeights, asked, backend_problems, engine, is_installed, model_problems
-from stages.forecast.shape import HALF, divided
+from stages.forecast.shape import divided
 from stages.vocabulary import SERVED_WEIGHTS, TRAINED_WEIGHTS
 
 if TYPE_CHECKING:
@@ -59,6 +59,9 @@ class Refit(Stage):
     first versions), and milliseconds of each part. Memory for refits, of a worker of the source and of the target:
     `kept_bytes_source` and `kept_bytes_target` stay allocated between versions, `peak_bytes_source` and
     `peak_bytes_target` are the most during one. The model's own weights do not count.
+
+    If `target` has weights="fp8", the source quantizes the matrices: `quant_error_layer_3` is the Frobenius norm of the
+    error of layer 3 over that of its weights, `quant_error` the mean over the layers, `quant_error_worst` the largest.
     """
 
     model: Model
@@ -93,6 +96,13 @@ class Refit(Stage):
         yield from backend_problems(self.source, self, "train")
         yield from backend_problems(self.target, self, "sample")
         yield from model_problems(self.model)
+        if self.target.weights != "auto" and self.source.own is not None:
+            yield Problem(
+                where=str(self.location),
+                what=f"stage {self.name!r} goes from {self.source.backend!r} to weights={self.target.weights!r}",
+                why="the source quantizes, which the backends 'torch' and 'megatron' do",
+                fix="weights='auto', or one of these backends",
+            )
         if (self.source.gpus > 0) != (self.target.gpus > 0):
             yield Problem(
                 where=str(self.location),
@@ -177,14 +187,15 @@ class Refit(Stage):
         """The weights of the most loaded receiver, read and moved once; None unless both sides have GPUs."""
         if not self._between_gpus():
             return None
-        size = HALF * divided(self.model, self.target).weights
+        size = divided(self.model, self.target).size_bytes(self.target.weights)
         return GpuWork(kind=f"refit.{'shared' if self._share_gpus() else 'apart'}", moved_bytes=size, passes=1)
 
     def memory(self, load: Load) -> Sequence[GpuPart]:
         """The copies that stay between versions, of each side (the column "kept" in docs/benchmarks.md)."""
-        name = self.path(is_near=True).name
-        sides = _COPIES.get(name, _COPIES["golden"])
-        size = HALF * divided(self.model, load.group).weights * sides[load.group.name == self.target.name]
+        name, receives = self.path(is_near=True).name, load.group.name == self.target.name
+        copies = _COPIES.get(name, _COPIES["golden"])[receives]
+        copies += self.target.weights != "auto" and not receives  # what the source quantizes, before it is copied
+        size = divided(self.model, load.group).size_bytes(self.target.weights) * copies
         return [GpuPart(name="copy for refits", size_bytes=size)] if size else []
 
     def fitting(self, load: Load, room_bytes: float) -> str:
@@ -198,7 +209,8 @@ class Refit(Stage):
         def run(rendezvous: Rendezvous, task: Task) -> Output:
             transport, begun_s, version = self.path(rendezvous.is_near), time.perf_counter(), task.step + 1
             if rendezvous.side == "source":
-                share = backend.share(self.model, transport)
+                quantized = self.target.weights != "auto"
+                share = (backend.share_quantized if quantized else backend.share)(self.model, transport)
                 rendezvous.offer(share)
                 return made(transport, {"offer_ms": 1e3 * (time.perf_counter() - begun_s)}, share.record)
             route = Route(transport, rendezvous.meeting if transport.both_carry else None)

@@ -26,7 +26,7 @@ from graphs import grpo
 from pipeline import Graph, Model
 from pipeline.cli.choice import choose, print_choice
 from pipeline.cli.load import load
-from pipeline.declare.group import CACHES
+from pipeline.declare.group import CACHES, WEIGHTS
 from pipeline.foretell.gpu import asked
 from pipeline.foretell.loads import Assumed
 
@@ -64,6 +64,7 @@ def main() -> None:
     parser.add_argument("--budget", type=int, default=32960, help="tokens per packed row of the other graph")
     parser.add_argument("--memory", type=float, default=0.85, help="share of the GPU for the other graph's sampler")
     parser.add_argument("--cache", choices=CACHES, default="auto", help="number format of that sampler's cache")
+    parser.add_argument("--weights", choices=WEIGHTS, default="auto", help="number format of that sampler's matrices")
     parser.add_argument("--on", default="h200", help="the GPU that the recipe chooses for")
     parser.add_argument("--only", choices=(RECIPE, TUNED), help="run only this one")
     parser.add_argument("--steps", type=int, default=3)

@@ -1,9 +1,11 @@
 """The cost of sampling through Sluice: its vLLM backend against vLLM alone, on one GPU, with the same prompts.
 
-python -m benchmarks.gpu.rollout [--model 0.6B] [--groups 64] [--samples 8] [--tokens 1024] [--out FILE]
+python -m benchmarks.gpu.rollout [--model 0.6B] [--groups 64] [--samples 8] [--tokens 1024] [--weights fp8] [--out FILE]
 python -m benchmarks.gpu.rollout --speculate 4 [--draft 0.6B] [--temperature 0.3]
 python -m benchmarks.gpu.rollout --gpus 0 --model tiny --groups 4 --samples 4 --tokens 256 --speculate 4 \\
     --temperature 0.05
+
+With --weights fp8 the backend samples with 8-bit matrices, and vLLM alone still with the model's own.
 
 With --speculate there is a row of the backend with drafts, by n-grams or by the model --draft: random weights, of the
 same seed, so a draft of the same shape is always right, and one of another shape never is. Weights that were never
@@ -29,6 +31,7 @@ from typing import Any
 from benchmarks.gpu.shapes import SHAPES, add_work, model_of
 from benchmarks.report import report
 from pipeline import Model, StageContext, WorkerGroup
+from pipeline.declare.group import WEIGHTS
 from stages.tasks import Generated
 
 CONTENDERS = ("vLLM alone", "vllm backend", "vllm backend with drafts", "choice")
@@ -78,7 +81,7 @@ def ours(options: argparse.Namespace, folder: Path, **speculation: Any) -> dict[
     """Seconds of the backend's `generate`."""
     from stages.backends import Draws, Sampling, engine
 
-    group = WorkerGroup("sampler", backend="vllm", gpus=options.gpus, threads=1, **speculation)
+    group = WorkerGroup("sampler", backend="vllm", gpus=options.gpus, threads=1, weights=options.weights, **speculation)
     context = StageContext(group=group, rank=0, seed=0, group_size=options.samples, run_dir=folder, shared={})
     backend, model = engine(context), Model(model_of(options.model, folder))
     texts = [text for text in prompts(options.groups) for _ in range(options.samples)]
@@ -121,12 +124,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_work(parser)
     parser.add_argument("--gpus", type=int, choices=(0, 1), default=1, help="0: on the CPU")
+    parser.add_argument("--weights", choices=WEIGHTS, default="auto", help="number format of the backend's matrices")
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--speculate", type=int, default=0, help="tokens that are drafted per step")
     parser.add_argument("--draft", choices=SHAPES, help="the model that drafts; without it, n-grams do")
     parser.add_argument("--contender", choices=CONTENDERS, help="run only this one and print its seconds")
     parser.add_argument("--out", help="write JSON here")
     options = parser.parse_args()
+    if options.weights != "auto" and not options.gpus:
+        parser.error(f"--weights {options.weights}: only vLLM on GPUs has such weights")
     if options.contender:
         run = dict(zip(CONTENDERS, (alone, ours, drafted, choice)))[options.contender]
         with tempfile.TemporaryDirectory() as folder:
@@ -149,7 +155,7 @@ def main() -> None:
         rows.append(row)
         print(row, file=sys.stderr, flush=True)
         notes = f"{options.groups} x {options.samples} samples of {options.tokens} tokens, {options.model}, "
-        notes += f"temperature {options.temperature:g}."
+        notes += f"temperature {options.temperature:g}; the backend's weights are {options.weights}."
         if options.speculate:
             notes += f" {options.speculate} drafts per step by {options.draft or 'n-grams'}."
         columns = ["contender", "s", "tokens/s", "ms per token of all", "tokens per pass"]

@@ -36,7 +36,7 @@ from benchmarks.gpu.shapes import add_work, model_of
 from benchmarks.report import report
 from ops.refit.transports import TRANSPORTS
 from pipeline import Graph, Model, Schedule, WorkerGroup
-from pipeline.declare.group import CACHES
+from pipeline.declare.group import CACHES, WEIGHTS
 from pipeline.declare.sharding import Packed
 from pipeline.engine.driver import Driver
 from pipeline.plan.planner import plan
@@ -72,7 +72,7 @@ def described(options: argparse.Namespace, staleness: int, policy: Model) -> Gra
     sampler = WorkerGroup(
         "sampler", backend="vllm", workers=options.sampler, gpus=options.sampler * gpus,
         tensor_parallel=options.sampler_tensor, threads=1,
-        memory=options.memory, cache=options.cache,
+        memory=options.memory, cache=options.cache, weights=options.weights,
     )  # fmt: skip
     learner = WorkerGroup(
         "learner", backend="megatron", workers=options.learner, gpus=options.learner * gpus,
@@ -130,6 +130,8 @@ def measured(run_dir: RunDir, options: argparse.Namespace, start_s: float) -> di
         "TFLOP/s/GPU": round(mean("train/tflops_per_s"), 1),
         "MFU %": round(100 * mean("train/utilization"), 1),
         "outside the engines %": round(100 * (1 - busy_s / (hi - lo)), 1),
+        "refit ms": round(1e3 * seconds["refit"], 1),
+        "quant error": round(mean("refit/quant_error"), 4),
         "mismatch KL": mean("train/mismatch_kl"),
         "mismatch ratio": round(mean("train/mismatch_ratio_max"), 3),
         "age": round(mean("train/staleness_mean"), 2),
@@ -158,6 +160,7 @@ def flags() -> argparse.ArgumentParser:
     parser.add_argument("--learner-pipeline", type=int, default=1)
     parser.add_argument("--memory", type=float, default=0.85, help="share of a GPU for the sampler's weights and cache")
     parser.add_argument("--cache", choices=CACHES, default="auto", help="number format of the sampler's cache")
+    parser.add_argument("--weights", choices=WEIGHTS, default="auto", help="number format of the sampler's matrices")
     parser.add_argument("--colocated", action="store_true", help="sampler and learner share GPUs; synchronous only")
     parser.add_argument("--transport", choices=("auto", *TRANSPORTS), default="auto", help="transport of the refit")
     parser.add_argument("--peer", action="store_true", help="also run TRL with vLLM on one GPU, on the same work")
@@ -246,8 +249,8 @@ def _write(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
         f"(tensor {options.learner_tensor}, pipeline {options.learner_pipeline}); {options.groups} x {options.samples} "
         f"samples of {options.tokens} tokens, rows of {options.budget}, {options.steps} steps, old logprobs of "
         f"{'the updates' if options.prev == 'own' else 'a stage'}; the sampler may take "
-        f"{options.memory:g} of a GPU, its cache is {options.cache}. Aim: under 2 % of a "
-        f"synchronous step outside the engines."
+        f"{options.memory:g} of a GPU, its cache is {options.cache}, its weights are {options.weights}. "
+        f"Aim: under 2 % of a synchronous step outside the engines."
     )
     report("gpu.step", rows, list(rows[0]), notes, options.out)
 

@@ -95,6 +95,9 @@ class WorkerGroup(_Located):
     memory     share of a GPU for weights and cache, for a backend that allocates its memory at once ("vllm")
     cache      number format of the keys and values of earlier tokens: "auto", the model's; or "fp8" (e4m3), half the
                memory and the reading of bfloat16, for "vllm" on GPUs. Logprobs then differ more from the trainer's
+    weights    number format of the matrices that it samples with: "auto", the model's; or "fp8" (e4m3, one scale for
+               each block of 128 x 128), half the memory, the reading and the bytes of a refit of bfloat16, for "vllm"
+               on GPUs. Embeddings, norms and routers stay as they are. Logprobs then differ more from the trainer's
     speculate  tokens that are drafted in each step of sampling and verified together in one pass, for "vllm"; 0 is off.
                Samples are those without drafts. Drafts repeat what followed the last 2 to 4 tokens earlier in the
                prompt or the response
@@ -122,6 +125,7 @@ class WorkerGroup(_Located):
     memory: float = 0.85
     python: str | os.PathLike[str] | None = None
     cache: Literal["auto", "fp8"] = "auto"
+    weights: Literal["auto", "fp8"] = "auto"
     speculate: int = 0
     draft: Model | None = None
     own: Backend | None = field(default=None, kw_only=True, repr=False)
@@ -168,5 +172,5 @@ class WorkerGroup(_Located):
         return self.workers // max(1, self.model_parallel)
 
 
-CACHES = ("auto", "fp8")
+CACHES = WEIGHTS = ("auto", "fp8")
 HOST = "host"  # the worker group of stages without one

@@ -9,7 +9,7 @@ from math import lcm
 from pipeline.declare import interpreter
 from pipeline.declare.backend import PLAIN
 from pipeline.declare.graph import Graph
-from pipeline.declare.group import CACHES, Model, WorkerGroup
+from pipeline.declare.group import CACHES, WEIGHTS, Model, WorkerGroup
 from pipeline.declare.parameters import Rule, at_least, broken, number, one_of, truth
 from pipeline.declare.stage import Stage
 from pipeline.errors import Problem, counted, shown
@@ -41,6 +41,7 @@ _RULES = (
         fix=0.85,
     ),
     one_of("cache", CACHES, why="the cache has the model's number format, or 8-bit floats", fix="cache='auto'"),
+    one_of("weights", WEIGHTS, why="weights have the model's number format, or 8-bit floats", fix="weights='auto'"),
     at_least("speculate", 0, most=128, why="speculate is the tokens drafted in each step, at most 128; 0 is off"),
     Rule("draft", lambda value: isinstance(value, Model | None), "a Model drafts tokens, or none", "draft=Model(...)"),
     Rule(
@@ -70,7 +71,7 @@ def group_problems(graph: Graph, stages: Sequence[Stage], gpus: int | None) -> I
         yield from wrong
         usable += [] if wrong else [group]
     for group in usable:
-        for what, why, fix in (*_division(group, graph.batch), *_cache(group), *_speculation(group)):
+        for what, why, fix in (*_division(group, graph.batch), *_formats(group), *_speculation(group)):
             says = f"worker group {group.name!r} has {what}"
             yield Problem(where=str(group.location), what=says, why=why, fix=fix)
         for what, why, fix in _colocated(group, groups, graph) if group.colocated is not None else ():
@@ -88,10 +89,12 @@ def group_problems(graph: Graph, stages: Sequence[Stage], gpus: int | None) -> I
         )
 
 
-def _cache(group: WorkerGroup) -> Iterator[tuple[str, str, str]]:
-    if group.cache != CACHES[0] and not (group.leads and group.gpus):
-        on = f"the backend {group.backend!r} on {counted(group.gpus, 'GPU')}"
-        yield f"cache={group.cache!r} and {on}", "only vLLM on GPUs has such a cache", f"cache={CACHES[0]!r}"
+def _formats(group: WorkerGroup) -> Iterator[tuple[str, str, str]]:
+    """Yield the number formats that only vLLM has, and only on GPUs."""
+    on = f"the backend {group.backend!r} on {counted(group.gpus, 'GPU')}"
+    for name, value, has in (("cache", group.cache, "such a cache"), ("weights", group.weights, "such weights")):
+        if value != "auto" and not (group.leads and group.gpus):
+            yield f"{name}={value!r} and {on}", f"only vLLM on GPUs has {has}", f"{name}='auto'"
 
 
 def _speculation(group: WorkerGroup) -> Iterator[tuple[str, str, str]]:

@@ -335,5 +335,13 @@ class Judge(Protocol):
         without samples."""
 
 
-class Engine(Sampler, Trainer, Judge, Protocol):
+class Quantizing(Protocol):
+    """A trainer that also offers its weights quantized."""
+
+    def share_quantized(self, model: Model, transport: Transport) -> Share:
+        """What `share` returns, of the model whose matrices are 8-bit floats (stages.backends.model.blocks.py). Its
+        record has `quant_error`, the relative error, and that of each layer."""
+
+
+class Engine(Sampler, Trainer, Quantizing, Judge, Protocol):
     """All methods. One engine holds the models of all stages on its worker; a backend may implement only a part."""

@@ -16,9 +16,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError
 
 from ops.flops import Transformer, model_flops, peak_tflops
@@ -38,6 +39,7 @@ from stages.backends.model.places import Placed
 from stages.backends.model.tensor_files import write_tensors
 from stages.backends.model.text import Tokenizers, identity
 from stages.backends.objective import MAXIMA, Scored, on_device, read
+from stages.backends.refit.quantizer import Reduce
 from stages.backends.refit.source import Source
 from stages.losses import PolicyLoss
 
@@ -250,9 +252,16 @@ class BaseTrainer(Tokenizers, ABC):
 
     def share(self, model: Model, transport: Transport) -> Share:
         """This rank's part of the trained copy, as this transport offers it."""
+        return self._share(model, transport, None)
+
+    def share_quantized(self, model: Model, transport: Transport) -> Share:
+        """This rank's part of the quantized copy. Its record has the error of each layer."""
+        return self._share(model, transport, reduce)
+
+    def _share(self, model: Model, transport: Transport, quantize: Reduce | None) -> Share:
         key, (tensors, places, held) = identity(model), self._placed(model)
         if key not in self._sources:
-            self._sources[key] = Source(self.device, self._rank, tensors, places, held)
+            self._sources[key] = Source(self.device, self._rank, tensors, places, held, quantize=quantize)
         return self._sources[key].share(held, transport)
 
     def carry(self, model: Model, shares: Sequence[Share], version: int, route: Route) -> Mapping[str, float]:
@@ -304,3 +313,9 @@ class BaseTrainer(Tokenizers, ABC):
     def peak_tflops(self) -> float | None:
         """Peak TFLOP/s of the GPU, by its name; None on a CPU."""
         return peak_tflops(torch.cuda.get_device_name(self.device)) if self.device.type == "cuda" else None
+
+
+def reduce(tensor: torch.Tensor, how: Literal["max", "sum"]) -> None:
+    """Combine a tensor over all workers of this group, in place."""
+    if dist.is_initialized():
+        dist.all_reduce(tensor, dist.ReduceOp.MAX if how == "max" else dist.ReduceOp.SUM)

@@ -14,6 +14,7 @@ from pipeline.errors import Problem
 from stages.model_shape import known_config
 
 HALF, SINGLE = 2, 4  # bytes of a bfloat16, of a float32
+QUANTIZED = 1 + SINGLE / 128**2  # bytes of an 8-bit float with its share of a block's scale
 
 
 @dataclass(frozen=True)
@@ -36,11 +37,22 @@ class Divided:
     def weights(self) -> float:
         """Weights of the fullest rank. Norms and biases are left out."""
         shape = self.shape
-        single, undivided = shape.mlp_weights(0), shape.undivided_weights
-        own = undivided + (shape.mixer_weights + single - undivided) / self.tensor
-        own += (shape.mlp_weights(shape.experts) - single) / self.experts
         embeddings = 1 if self.tied or self.pipeline > 1 else 2
-        return self.layers / shape.layers * own + embeddings * shape.logit_weights / self.tensor
+        undivided = self.layers / shape.layers * shape.undivided_weights
+        return self.matrices + undivided + embeddings * shape.logit_weights / self.tensor
+
+    @property
+    def matrices(self) -> float:
+        """Of these, the weights of attention, MLPs and experts."""
+        shape = self.shape
+        single = shape.mlp_weights(0)
+        own = (shape.mixer_weights + single - shape.undivided_weights) / self.tensor
+        own += (shape.mlp_weights(shape.experts) - single) / self.experts
+        return self.layers / shape.layers * own
+
+    def size_bytes(self, weights: str) -> float:
+        """Bytes of the weights of the fullest rank, where `WorkerGroup.weights` is this."""
+        return HALF * self.weights - (HALF - QUANTIZED) * self.matrices * (weights == "fp8")
 
 
 def divided(model: Model, group: WorkerGroup) -> Divided:

@@ -17,9 +17,10 @@ def decoding(model: Model, load: Load) -> Decoding | None:
     if part.shape.experts:
         return None
     read = (part.shape.layer_weights + part.shape.logit_weights) / part.tensor
+    saved_bytes = HALF * part.weights - part.size_bytes(load.group.weights)
     return Decoding(
         kind="vllm.sampling",
-        weights_bytes=HALF * read,
+        weights_bytes=HALF * read - saved_bytes,
         products=2 * read,
         cache_bytes=HALF * _numbers(part),  # an 8-bit cache is read in the same time: gpu.recipe.fp8
         most_tokens=_tokens(part, load),
@@ -43,7 +44,8 @@ def _numbers(part: Divided) -> float:
 def room_of_cache(part: Divided, load: Load) -> float:
     """Bytes that an engine leaves for its cache; negative if it does not fit."""
     share = min(load.group.memory * load.gpu_bytes, FREE_MEMORY * load.room_bytes)
-    return share - RESIDUE_BYTES - BUFFERS_BYTES - HALF * sum(one.weights for one in (part, *_draft(load)))
+    drafts = HALF * sum(one.weights for one in _draft(load))
+    return share - RESIDUE_BYTES - BUFFERS_BYTES - part.size_bytes(load.group.weights) - drafts
 
 
 def _tokens(part: Divided, load: Load) -> int:
@@ -62,7 +64,7 @@ def memory(model: Model, load: Load) -> list[GpuPart]:
     cache, tokens = max(0.0, room_of_cache(part, load)), _tokens(part, load)
     return [
         GpuPart(name="CUDA and its graphs", size_bytes=RESIDUE_BYTES),
-        GpuPart(name=f"weights of {model.source}", size_bytes=HALF * part.weights, when="moved"),
+        GpuPart(name=f"weights of {model.source}", size_bytes=part.size_bytes(load.group.weights), when="moved"),
         *(GpuPart(name="weights of the draft", size_bytes=HALF * one.weights, when="moved") for one in _draft(load)),
         GpuPart(name="buffers", size_bytes=BUFFERS_BYTES, when="dropped"),
         GpuPart(name=f"key-value cache, {tokens:,} tokens", size_bytes=cache, when="dropped"),

@@ -155,6 +155,18 @@ GROUPS = [
     learner("memory_in_percent", "memory=50"),
     learner("cache_of_integers", "cache='int4'"),
     learner("cache_of_a_trainer", "cache='fp8'"),
+    learner("weights_of_integers", "weights='int4'"),
+    learner("weights_of_a_trainer", "weights='fp8'"),
+    Case(
+        "weights_whose_blocks_vllm_would_cut",
+        {
+            "policy": SHAPED,
+            "sampler": 'WorkerGroup("sampler", backend="vllm", gpus=2, tensor_parallel=2, weights="fp8")',
+            "learner": 'WorkerGroup("learner", backend="torch", gpus=1)',
+        },
+        at=("sampler",),
+        top=IMPORT,
+    ),
     learner("speculation_of_a_trainer", "speculate=4"),
     learner("speculation_of_half_a_token", "speculate=0.5"),
     Case(

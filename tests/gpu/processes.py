@@ -13,8 +13,9 @@ DEADLINE_S = 180.0
 
 
 def each(
-    function: Callable[..., Any], gpus: Sequence[str], *given: Any, environment: Mapping[str, str] | None = None
-) -> list[Any]:
+    function: Callable[..., Any], gpus: Sequence[str], *given: Any, environment: Mapping[str, str] | None = None,
+    deadline_s: float = DEADLINE_S,
+) -> list[Any]:  # fmt: skip
     """Return the results or exceptions of `function(rank, *given)`, run in one process per GPU of those that this
     process may use.
 
@@ -27,7 +28,7 @@ def each(
             pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _begin, (seen,))
             ended.callback(_kill, pool)
             answers.append(pool.submit(function, rank, *given))
-        return [answer.exception(DEADLINE_S) or answer.result() for answer in answers]
+        return [answer.exception(deadline_s) or answer.result() for answer in answers]
 
 
 def _begin(environment: Mapping[str, str]) -> None:

@@ -42,6 +42,7 @@ from stages import (
     Train,
     TruncatedIS,
 )
+from stages.forecast.shape import divided
 from tests.examples import few
 
 RATES = {"products": 10.0, "attention": 5.0, "moved_bytes": 2.0, "layers": 4.0, "passes": 1.0, "updated_bytes": 8.0}
@@ -208,6 +209,24 @@ def test_a_cache_of_8_bits_holds_twice_as_many_tokens_and_is_read_no_faster():
     wide, narrow = (one.work(tables.load(one.on, 256, 1024)) for one in (full, half))
     assert narrow.cache_bytes == wide.cache_bytes
     assert narrow.most_tokens == pytest.approx(2 * wide.most_tokens, rel=1e-6)
+
+
+def test_8_bit_weights_leave_room_for_the_cache_and_halve_what_a_refit_moves():
+    graph = described()
+    full = next(stage for stage in graph.stages if isinstance(stage, Rollout))
+    refit = next(stage for stage in graph.stages if isinstance(stage, Refit))
+    eight = dataclasses.replace(full.on, weights="fp8")
+    part = divided(refit.model, eight)
+    saved = part.matrices * (1 - 4 / 128**2)
+    assert part.size_bytes("auto") - part.size_bytes("fp8") == pytest.approx(saved)
+    wide, narrow = (one.work(tables.load(one.on, 256, 1024)) for one in (full, dataclasses.replace(full, on=eight)))
+    assert wide.weights_bytes - narrow.weights_bytes == pytest.approx(saved)
+    assert narrow.most_tokens > wide.most_tokens
+    moved, fewer = (
+        one.work(tables.load(refit.source, 256, 1024)).moved_bytes
+        for one in (refit, dataclasses.replace(refit, target=eight))
+    )
+    assert (moved, fewer) == (part.size_bytes("auto"), part.size_bytes("fp8"))
 
 
 def test_a_draft_takes_room_from_the_cache_and_speculation_is_taken_to_save_no_time():

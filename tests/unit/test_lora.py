@@ -270,6 +270,7 @@ def test_an_adapter_is_checked_before_anything_starts(lora: Any, config: Any, wh
     [
         (WorkerGroup("g", fully_sharded=True, workers=2, backend="torch"), "is fully_sharded"),
         (WorkerGroup("g", backend="vllm", speculate=2), "has speculate=2"),
+        (WorkerGroup("g", backend="vllm", gpus=1, weights="fp8"), "has weights='fp8'"),
         (WorkerGroup("g", backend="megatron", workers=4, tensor_parallel=4), "has tensor_parallel=4, more than"),
         (WorkerGroup("g", backend=Backend(name="mine", can=("sample",), opener="os:open")), "the backend 'mine'"),
     ],

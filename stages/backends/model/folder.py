@@ -48,12 +48,9 @@ def model_folder(model: Model, run_dir: Path | None) -> Path:
         return Path(model.source) if Path(model.source).is_dir() else _from_hub(model)
     described = f"{model.source} {model.config} {model.alphabet} {model.warm_start} {model.seed} {torch.__version__}"
     digest = hashlib.sha256(described.encode()).hexdigest()[:12]
-    parent = run_dir or Path(tempfile.gettempdir()) / f"sluice-{os.getuid()}"
-    parent.mkdir(_OWNERS, parents=True, exist_ok=True)
-    root = parent / "models"
-    root.mkdir(_OWNERS, exist_ok=True)
+    root = models_folder(run_dir)
     folder = root / f"{re.sub(r'[^A-Za-z0-9._-]+', '-', model.source)}-{digest}"
-    with _alone(root / f"{folder.name}.lock"):
+    with alone(root / f"{folder.name}.lock"):
         if not folder.is_dir():
             tokenizer = load_tokenizer(model)
             network = load_network(model, tokenizer, dtype=torch.float32, device=torch.device("cpu"))
@@ -61,6 +58,15 @@ def model_folder(model: Model, run_dir: Path | None) -> Path:
                 _write(network, tokenizer, Path(made) / "model")
                 (Path(made) / "model").rename(folder)
     return folder
+
+
+def models_folder(run_dir: Path | None) -> Path:
+    """Return where a run, or this user without one, keeps the models that it builds."""
+    parent = run_dir or Path(tempfile.gettempdir()) / f"sluice-{os.getuid()}"
+    parent.mkdir(_OWNERS, parents=True, exist_ok=True)
+    root = parent / "models"
+    root.mkdir(_OWNERS, exist_ok=True)
+    return root
 
 
 def _write(network: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
@@ -123,7 +129,7 @@ def _from_hub(model: Model) -> Path:
 
 
 @contextmanager
-def _alone(path: Path) -> Iterator[None]:
+def alone(path: Path) -> Iterator[None]:
     """Hold a lock file; the lock of a dead process is free."""
     with path.open("w") as file:
         until_s = time.monotonic() + DEADLINE_S

@@ -23,17 +23,25 @@ from ops.refit.transports.meeting import Meeting
 from pipeline import StageError
 from pipeline.errors import PeerLost, Problem
 from stages.backends.interface import Route
+from stages.backends.refit.quantizer import Quantizer, Reduce
 
 
 class Source:
-    """The `rank`-th worker of its group, with its parameters of a model."""
+    """The `rank`-th worker of its group, with its parameters of a model. With `quantize`, which combines a tensor over
+    all ranks of the group, it offers the quantized model."""
 
     def __init__(
         self, device: torch.device, rank: int, tensors: Mapping[str, Tensor], places: Sequence[Place],
-        parameters: Mapping[str, torch.Tensor],
+        parameters: Mapping[str, torch.Tensor], *, quantize: Reduce | None = None,
     ) -> None:  # fmt: skip
         self._rank = rank
         self._ledger = Ledger(device)
+        self._quantizer: Quantizer | None = None
+        if quantize is not None:
+            with self._ledger.counting():
+                self._quantizer = quantizer = Quantizer(tensors, places, parameters, self._ledger, quantize)
+                tensors, places = quantizer.tensors, quantizer.places
+                parameters = quantizer.buffers(parameters)
         self._make = lambda: Shares(tensors, places, parameters, self._ledger)
         self._copied: Shares | None = None
         self._lent = Lent(tensors, places)
@@ -44,8 +52,16 @@ class Source:
 
     def share(self, parameters: Mapping[str, torch.Tensor], transport: Transport) -> Share:
         """Publish the current values of contiguous parameters, as this transport offers them. The share's record has
-        the memory of this rank, unless `carry` follows, which returns it."""
+        the memory of this rank, unless `carry` follows, which returns it; and the errors of quantized layers."""
         self._ledger.begin()
+        if self._quantizer is None:
+            return self._offered(parameters, transport)
+        with self._ledger.counting():
+            parameters = self._quantizer.filled(parameters)
+        share = self._offered(parameters, transport)
+        return replace(share, record={**share.record, **self._quantizer.record})
+
+    def _offered(self, parameters: Mapping[str, torch.Tensor], transport: Transport) -> Share:
         with self._ledger.counting():
             if not transport.keep_copy:
                 return self._in_place(parameters)

@@ -83,6 +83,7 @@ __all__ = [
     "receive",
     "receive_adapter",
     "remove_adapter",
+    "refused",
     "second_runner",
     "verify",
 ]
@@ -366,6 +367,11 @@ async def verify(llm: AsyncLLM) -> None:
 async def differing(llm: AsyncLLM) -> list[str]:
     """`Loader.sluice_differing` of all ranks."""
     return sorted({name for names in await llm.collective_rpc("sluice_differing") for name in names})
+
+
+async def refused(llm: AsyncLLM) -> str:
+    """`Loader.sluice_refused` of the first rank; all hold the same layers."""
+    return str((await llm.collective_rpc("sluice_refused"))[0])
 
 
 async def join_transfer(llm: AsyncLLM, place: dict[str, Any]) -> None:

@@ -244,6 +244,8 @@ class Client:
         try:
             if setup.speculate:
                 await self._answer(llm, versions.verify(llm))
+            if layer := await self._answer(llm, versions.refused(llm)):
+                raise StageError(self._wrong_layers(layer))
             elsewhere = await self._answer(llm, versions.differing(llm)) if setup.lora is None else []
             place = {"replica": setup.replica, "replicas": setup.replicas, "by_loader": elsewhere}
             await self._answer(llm, versions.join_transfer(llm, place))
@@ -418,6 +420,15 @@ class Client:
             what="the vLLM engine died, and the weights that it served are no longer in the trainer's memory",
             why="the trainer is already overwriting them with the next version",
             fix="resume from the last checkpoint",
+        )
+
+    def _wrong_layers(self, layer: str) -> Problem:
+        return Problem(
+            where=self.setup.where,
+            what=f"in the vLLM engine of {str(self.setup.folder)!r}, {layer}",
+            why="embeddings, output embeddings, norms, routers and biases must not be quantized; the trainer quantizes "
+            "the others",
+            fix="weights='auto'",
         )
 
     def _not_started(self, error: BaseException) -> Problem:

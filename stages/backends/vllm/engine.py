@@ -25,6 +25,7 @@ from pipeline.declare.columns import Ragged
 from pipeline.errors import Problem
 from stages.backends import PULL, Cancelled, Decoded, Draws, Generation, Route, Sampling, ServedWeights, samples_of
 from stages.backends.model.folder import model_folder
+from stages.backends.model.quantized_folder import quantized_folder
 from stages.backends.model.text import Tokenizers
 from stages.backends.refit.target import check_same
 from stages.backends.vllm import environment, processes
@@ -90,6 +91,8 @@ class VllmEngine(Tokenizers):
 
         if self._started is None:
             group, folder = self.group, model_folder(model, self.run_dir)
+            if group.weights == "fp8":
+                folder = quantized_folder(folder, self.run_dir)
             setup = Setup(
                 folder=folder, gpus=group.gpus > 0, tensor_parallel=group.tensor_parallel, memory=group.memory,
                 where=str(group.location), cache=group.cache, speculate=group.speculate,
@@ -150,7 +153,9 @@ class VllmEngine(Tokenizers):
     def serve(self, model: Model, shares: Sequence[Share], version: int, route: Route = PULL) -> ServedWeights:
         """Load a version into the engine between two tokens. Returns the hash of the loaded weights."""
         client = self.client(model)
-        check_same(expected(client.setup.folder, self.dtype, client.setup.lora), layout_of(shares).tensors)
+        check_same(
+            expected(client.setup.folder, self.dtype, client.setup.lora, self.group.weights), layout_of(shares).tensors
+        )
         served = client.load(VersionShares(shares, version, route))
         self._version = version
         return served

@@ -30,6 +30,8 @@ ON_CPU = {
 }
 ON_GPU = {
     "VLLM_USE_FLASHINFER_SAMPLER": "0",  # its kernels compile for minutes
+    "VLLM_USE_DEEP_GEMM": "0",  # for 8-bit weights; it compiles at the start and needs nvcc, CUTLASS's kernels do not
+    "VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER": "0",  # the same
 }
 MULTICAST = (
     "NCCL_NVLS_ENABLE",

@@ -11,6 +11,7 @@ from pipeline.errors import Problem, counted
 from stages.backends import model_problems
 from stages.model_shape import known_config, shape_faults
 
+BLOCK = 128  # rows and columns of a quantized matrix that have one scale
 FREE_MEMORY = 0.92  # of the free memory of a GPU: an engine takes at most that
 
 
@@ -64,6 +65,13 @@ def problems(group: WorkerGroup, where: str) -> Iterator[Problem]:
 def fits(group: WorkerGroup, config: Mapping[str, Any], where: str) -> Iterator[Problem]:
     """Reasons why the group cannot divide a model with this config, or draft for it."""
     yield from _divides(group, config, where)
+    if group.weights == "fp8" and (part := _cut_block(config, group.tensor_parallel)):
+        yield Problem(
+            where=where,
+            what=f"weights='fp8', and with tensor_parallel={group.tensor_parallel} a rank has {part}",
+            why="a scale belongs to a block of 128 x 128 weights, and vLLM divides and stacks whole blocks only",
+            fix="another tensor_parallel, or weights='auto'",
+        )
     if group.draft is not None and (drafts := known_config(group.draft)) and not shape_faults(drafts):
         place = str(group.draft.location)
         yield from _divides(group, drafts, place)
@@ -141,6 +149,21 @@ def _hybrid(group: WorkerGroup, config: Mapping[str, Any], where: str) -> Iterat
             why="the CPU build of vLLM 0.32 has no kernel for them",
             fix="gpus=..., or backend='torch'",
         )
+
+
+def _cut_block(config: Mapping[str, Any], ranks: int) -> str:
+    """The first matrix of a layer that ranks cannot divide or stack in whole blocks, with its size; "" if they can, or
+    if the config does not say."""
+    try:
+        inner, width = inner_size(config), config[inner_size(config)] / ranks
+        heads, hidden = config["num_attention_heads"], config["hidden_size"]
+        head, groups = config.get("head_dim") or hidden // heads, config.get("num_key_value_heads") or heads
+        queries, keys = head * heads / ranks, head * max(1, groups / ranks)
+    except (KeyError, TypeError, ValueError, ArithmeticError):
+        return ""
+    parts = [("rows of q_proj", queries), ("rows of k_proj", keys), (f"rows of gate_proj ({inner})", width)]
+    parts += [("columns of o_proj", queries), (f"columns of down_proj ({inner})", width)] if ranks > 1 else []
+    return next((f"{size:g} {part}" for part, size in parts if size % BLOCK), "")
 
 
 def _uneven_inner(config: Mapping[str, Any], ranks: int) -> str:

@@ -52,6 +52,10 @@ class Loader:
         """`Transfer.differing`."""
         return self.weight_transfer_engine.differing()
 
+    def sluice_refused(self) -> str:
+        """`Transfer.refused`."""
+        return self.weight_transfer_engine.refused()
+
     def sluice_receive(self, offered: dict[str, Any], names: list[str]) -> bytes:
         """Receive a version: vLLM's three calls in one, since each would be a round trip to all ranks. Returns
         `weights.RankAnswer`, encoded. No request runs meanwhile, so all their tokens are from the old weights."""

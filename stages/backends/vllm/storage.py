@@ -3,6 +3,10 @@
 Most parameters are where the table of places says, and are written there. On the CPU vLLM computes with packed
 matrices: a version is received into separate memory and repacked. Tensors without a rule are received whole and go
 through vLLM's own loader. Knows modules and memory, not who sends.
+
+8-bit floats and their scales are written in place too: on Hopper vLLM computes with them as they are loaded, and what
+it does after loading changes nothing, since the scales are powers of two (ops/quantize.py). On GPUs where it packs the
+scales, `differing` finds other parameters, and these modules go through the loader.
 """
 
 from __future__ import annotations
@@ -17,37 +21,36 @@ from torch import nn
 
 from ops.refit.layout import Place, Tensor, dense, whole
 from ops.refit.ledger import Ledger
-from stages.backends.model.decoder import Decoder
+from stages.backends.model import blocks
 from stages.backends.model.precision import kept_dtype
 from stages.backends.model.shards import Shards
-from stages.backends.vllm import places as table
 from stages.backends.vllm.families import loadable
+from stages.backends.vllm.table import ParameterTable
 
 
 class Storage:
-    """Storage of one of `ranks` ranks. `by_loader` are parameters, by vLLM's names, for which the table is wrong; vLLM
-    loads their whole modules. Without a decoder there is no table, and everything `offered` goes through the loader.
-    `ledger` counts the memory that is not vLLM's own."""
+    """Storage of one rank. `by_loader` are parameters, by vLLM's names, for which the table is wrong; vLLM loads their
+    whole modules. Without a table, everything `offered` goes through the loader. `ledger` counts the memory that is not
+    vLLM's own."""
 
     def __init__(
-        self, network: nn.Module, decoder: Decoder | None, ranks: int, *, by_loader: Collection[str],
-        offered: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device, ledger: Ledger,
+        self, network: nn.Module, table: ParameterTable | None, *, by_loader: Collection[str],
+        offered: Mapping[str, Tensor], device: torch.device, ledger: Ledger,
     ) -> None:  # fmt: skip
         self._ledger = ledger
-        self._network, self._device, self._dtype = network, device, dtype
-        self._decoder, self._ranks, self._by_loader = decoder, ranks, {_module(name) for name in by_loader}
-        kind = str(dtype).removeprefix("torch.")
-        self.tensors = dict(offered) | ({} if decoder is None else table.tensors(decoder, kind))
+        self._network, self._device = network, device
+        self._table, self._by_loader = table, {_module(name) for name in by_loader}
+        self.tensors = dict(offered) | ({} if table is None else table.tensors)
         ruled = {place.tensor for place in self._ruled(0)}
         self.loaded = [name for name in self.tensors if name not in ruled]
-        self.held = self._parameters() if decoder is not None else {}
+        self.held = self._parameters(table) if table is not None else {}
         for name in self.loaded:
-            self.held[_whole(name)] = self._empty(self.tensors[name].shape, self.tensors[name].dtype)
+            self.held[_whole(name)] = self._empty(self.tensors[name].shape, getattr(torch, self.tensors[name].dtype))
 
     def places(self, rank: int) -> list[Place]:
         """A rank's places, as buffers of `held`."""
-        loaded = {name: self.tensors[name] for name in self.loaded}
-        beside = [dense(name, whole(each.shape), each.item_bytes, _whole(name)) for name, each in loaded.items()]
+        tensors = {name: self.tensors[name] for name in self.loaded}
+        beside = [dense(name, whole(each.shape), each.item_bytes, _whole(name)) for name, each in tensors.items()]
         return self._ruled(rank) + beside
 
     @property
@@ -63,31 +66,29 @@ class Storage:
             self._drop_expert_kernels()
         if self.loaded:
             load(self._singles())
-        if on_cpu and self._decoder is not None:
+        if on_cpu and self._table is not None:
             self._pack()
 
     def _ruled(self, rank: int) -> list[Place]:
-        if self._decoder is None:
+        if self._table is None:
             return []
-        places = table.places(self._decoder, rank, self._ranks, self._dtype.itemsize)
-        return [place for place in places if _module(place.buffer) not in self._by_loader]
+        return [place for place in self._table.places(rank) if _module(place.buffer) not in self._by_loader]
 
-    def _parameters(self) -> dict[str, torch.Tensor]:
+    def _parameters(self, table: ParameterTable) -> dict[str, torch.Tensor]:
         """Parameters by vLLM's names: vLLM's own memory; on the CPU separate memory, but for those that vLLM does not
         pack and uses by reference."""
-        assert self._decoder is not None
-        every = table.shapes(self._decoder, self._ranks)
-        shapes = {name: shape for name, shape in every.items() if _module(name) not in self._by_loader}
+        shapes = {name: shape for name, shape in table.shapes.items() if _module(name) not in self._by_loader}
         live = _parameters(self._network)
         apart = set(shapes) if self._device.type == "cpu" else set()
         return {
-            name: self._empty(shape).zero_() if name in apart and not kept_dtype(name) else live[name].data
+            name: self._empty(shape, table.dtypes[name]).zero_()
+            if name in apart and not kept_dtype(name)
+            else live[name].data
             for name, shape in shapes.items()
         }
 
-    def _empty(self, shape: Sequence[int], dtype: str = "") -> torch.Tensor:
-        kind = getattr(torch, dtype) if dtype else self._dtype
-        return self._ledger.empty(prod(shape) * kind.itemsize).view(kind).view(*shape)
+    def _empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return self._ledger.empty(prod(shape) * dtype.itemsize).view(dtype).view(*shape)
 
     def _drop_expert_kernels(self) -> None:
         """On the CPU, vLLM pads and packs experts only when it creates their kernel: have it create one again."""
@@ -116,10 +117,7 @@ class Storage:
             yield from loadable(name, self.held[_whole(name)])
 
 
-def differing(
-    network: nn.Module, decoder: Decoder, rank: int, ranks: int, *, dtype: torch.dtype, device: torch.device,
-    folder: Path,
-) -> list[str]:  # fmt: skip
+def differing(network: nn.Module, table: ParameterTable, rank: int, *, device: torch.device, folder: Path) -> list[str]:
     """Parameters, by vLLM's names, for which the table is wrong: they are missing, have another shape, or differ from
     the folder in the first, middle or last row of a place.
 
@@ -128,19 +126,25 @@ def differing(
     """
     live, shards = _parameters(network), Shards(folder)
     if device.type == "cpu":
-        return sorted(table.shapes(decoder, ranks).keys() - live.keys())
-    shapes, tensors = table.shapes(decoder, ranks), table.tensors(decoder, str(dtype).removeprefix("torch."))
+        return sorted(table.shapes.keys() - live.keys())
     found = {
         name
-        for name, shape in shapes.items()
+        for name, shape in table.shapes.items()
         if name not in live
         or not live[name].is_contiguous()
-        or (tuple(live[name].shape), live[name].dtype) != (shape, getattr(torch, kept_dtype(name) or "", dtype))
+        or (tuple(live[name].shape), live[name].dtype) != (shape, table.dtypes[name])
     }
-    for place in table.places(decoder, rank, ranks, dtype.itemsize):
-        if place.buffer not in found and not _same(place, tensors[place.tensor], live[place.buffer].data, shards):
+    for place in table.places(rank):
+        if place.buffer not in found and not _same(place, table.tensors[place.tensor], live[place.buffer].data, shards):
             found.add(place.buffer)
     return sorted(found)
+
+
+def wrong_layers(network: nn.Module) -> str:
+    """Why the layers that are 8-bit floats are not those that should be (`blocks.refused`); empty if they are."""
+    kinds = {name: parameter.dtype for name, parameter in _parameters(network).items()}
+    eight = [name for name, dtype in kinds.items() if dtype == torch.float8_e4m3fn]
+    return blocks.refused(eight, kinds.keys() - set(eight))
 
 
 def _same(place: Place, tensor: Tensor, parameter: torch.Tensor, shards: Shards) -> bool:
@@ -157,7 +161,7 @@ def _same(place: Place, tensor: Tensor, parameter: torch.Tensor, shards: Shards)
         if "experts.*." in name:
             name, shape, box = name.replace("*", str(box[0].start)), shape[1:], box[1:]
         there = shards.box(name, shape, tuple(box)).flatten().to(parameter.dtype)
-        if not torch.equal(here[row].flatten().cpu(), there):
+        if not torch.equal(here[row].flatten().cpu().view(torch.uint8), there.view(torch.uint8)):
             return False
     return True
 

@@ -17,11 +17,11 @@ import torch
 from ops.comm.stateless_group import GroupError
 from ops.refit.ledger import Ledger
 from ops.refit.share import Share, layout_of
-from stages.backends.model.decoder import Decoder
 from stages.backends.model.families import decoder_of, knows
 from stages.backends.refit.target import Received, Target
 from stages.backends.vllm.api import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo, load_anew
-from stages.backends.vllm.storage import Storage, differing
+from stages.backends.vllm.storage import Storage, differing, wrong_layers
+from stages.backends.vllm.table import ParameterTable
 from stages.backends.vllm.weights import RankAnswer, route_from, shares_from
 
 NAME = "sluice"
@@ -106,12 +106,14 @@ class Transfer(WeightTransferEngine[Joined, Offered]):
 
     def differing(self) -> list[str]:
         """Parameters that are not where a refit would write them; empty for a model without a table."""
-        if (decoder := self._decoder()) is None:
+        if (table := self._table()) is None:
             return []
-        return differing(
-            self.model, decoder, self.parallel_config.rank, self.parallel_config.tensor_parallel_size,
-            dtype=self._dtype(), device=self.device, folder=Path(self.model_config.model),
-        )  # fmt: skip
+        folder = Path(self.model_config.model)
+        return differing(self.model, table, self.parallel_config.rank, device=self.device, folder=folder)
+
+    def refused(self) -> str:
+        """Why vLLM's choice of quantized layers is wrong; empty if it is right, or if nothing is quantized."""
+        return wrong_layers(self.model) if self.model_config.quantization is not None else ""
 
     @staticmethod
     def trainer_send_weights(*_: Any, **__: Any) -> None:
@@ -127,8 +129,8 @@ class Transfer(WeightTransferEngine[Joined, Offered]):
         ranks, joined, ledger = self.parallel_config.tensor_parallel_size, self._joined, Ledger(self.device)
         with ledger.counting():
             storage = Storage(
-                self.model, None if by_loader else self._decoder(), ranks, by_loader=joined.by_loader,
-                offered=layout_of(shares).tensors, dtype=self._dtype(), device=self.device, ledger=ledger,
+                self.model, None if by_loader else self._table(), by_loader=joined.by_loader,
+                offered=layout_of(shares).tensors, device=self.device, ledger=ledger,
             )  # fmt: skip
         own = [storage.places(rank) for rank in range(ranks)]
         self._target = Target(
@@ -137,16 +139,16 @@ class Transfer(WeightTransferEngine[Joined, Offered]):
         )  # fmt: skip
         self._storage = storage
 
-    def _dtype(self) -> torch.dtype:
-        """The device of the parameters."""
-        dtype = self.model_config.dtype
+    def _table(self) -> ParameterTable | None:
+        """The table of the model's parameters, if there is one."""
+        config, dtype = self.model_config.hf_config.to_dict(), self.model_config.dtype
+        if quantized := self.model_config.quantization == "fp8":
+            config.pop("quantization_config", None)  # otherwise it is a model that has no table
+        if not knows(config):
+            return None
         assert isinstance(dtype, torch.dtype)
-        return dtype
-
-    def _decoder(self) -> Decoder | None:
-        """The model's decoder description, if there is a table for it."""
-        config = self.model_config.hf_config.to_dict()
-        return decoder_of(config, "") if knows(config) else None
+        ranks = self.parallel_config.tensor_parallel_size
+        return ParameterTable(decoder_of(config, ""), ranks, dtype, quantized=quantized)
 
     def _load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         load_anew(self.vllm_config, self.model, weights)

@@ -23,21 +23,24 @@ from ops.refit.transports import TRANSPORTS, Transport
 from pipeline.declare.task import MeetingPlace
 from stages.backends.interface import Route
 from stages.backends.model.adapters import attach
+from stages.backends.model.blocks import quantized_tensors
 from stages.backends.model.places import placed
 from stages.backends.refit.target import Received
 from stages.lora import LoRA
 
 
 @lru_cache(maxsize=1)
-def expected(folder: Path, dtype: torch.dtype, lora: LoRA | None = None) -> dict[str, Tensor]:
-    """The tensors of a model folder, or of its adapter; a tied one appears under its first name."""
+def expected(folder: Path, dtype: torch.dtype, lora: LoRA | None = None, weights: str = "auto") -> dict[str, Tensor]:
+    """The tensors of a model folder, quantized if `weights` is "fp8", or of its adapter; a tied one appears under its
+    first name."""
     with torch.device("meta"):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         network = AutoModelForCausalLM.from_config(config, dtype=dtype)
         if lora is not None:
             attach(network, lora, seed=0, where=str(folder))
     network.tie_weights()
-    return placed(network)[0]
+    tensors = placed(network)[0]
+    return quantized_tensors(tensors) if weights == "fp8" else tensors
 
 
 class VersionShares:
