@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline import Model
+from pipeline import Model, StageError
 from pipeline.declare.columns import Ragged
 from pipeline.declare.sharding import Packed, Plain, Sharding
-from stages import ClippedLoss
+from stages import ClippedLoss, LoRA
 from stages.backends import Batch, Optimization, one_shard
+from stages.backends.model.adapters import attach
 from stages.backends.model.build import load_network, load_tokenizer
 from stages.backends.model.places import placed
 from stages.backends.model.weights import weights
@@ -82,3 +83,34 @@ def test_the_bias_of_experts_keeps_float32_when_weights_are_halved(family: str) 
     assert tensors[name].dtype == "float32" and held[name].dtype == weights(made, torch.bfloat16)[name].dtype
     assert held[name].tolist() == torch.linspace(-0.3, 0.3, 4).tolist()
     assert all(tensor.dtype == torch.bfloat16 for other, tensor in held.items() if other != name)
+
+
+ATTENTION, MLP = {"q_proj", "k_proj", "v_proj", "o_proj"}, {"gate_proj", "up_proj", "down_proj"}
+ADAPTED = {
+    "glm4_moe": ATTENTION | MLP,
+    "deepseek_v3": {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"} | MLP,
+    "gpt_oss": ATTENTION,
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_adapter_has_all_linear_layers_but_experts_and_those_that_vllm_transforms(family: str) -> None:
+    made = network(family)
+    attach(made, LoRA(rank=2), seed=0, where="here")
+    adapted = list(weights(made))
+    assert {name.split(".")[-3] for name in adapted} == ADAPTED[family]
+    assert not [name for name in adapted if ".experts." in name]
+    assert any(".shared_experts." in name for name in adapted) == (family != "gpt_oss")
+
+
+@pytest.mark.parametrize(
+    ("family", "target", "why"),
+    [
+        ("gpt_oss", "down_proj", "experts are computed together"),
+        ("deepseek_v3", "kv_b_proj", "vLLM multiplies it"),
+        ("deepseek_v3", "q_proj", "no layer of the model has that name"),
+    ],
+)
+def test_a_target_that_cannot_have_an_adapter_is_refused_with_the_reason(family: str, target: str, why: str) -> None:
+    with pytest.raises(StageError, match=why):
+        attach(network(family), LoRA(targets=(target,)), seed=0, where="here")
