@@ -7,7 +7,7 @@ A use that is not in the tables fails too: add it with its home and its paramete
 from __future__ import annotations
 
 import enum
-import importlib
+import importlib.util
 import inspect
 import re
 from collections.abc import Iterator
@@ -127,8 +127,10 @@ def listed() -> dict[str, str]:
 
 
 def changed() -> Iterator[str]:
-    """Yield what is no longer as the table says, with its name."""
+    """Yield what is no longer as the table says, with its name. Packages that are not installed are left out."""
     for home, members in TABLE.items():
+        if importlib.util.find_spec(home.partition(":")[0].partition(".")[0]) is None:
+            continue
         for member, parameters in members.items():
             whole = f"{home}.{member}".removesuffix(".")
             if (now := shape(whole)) != parameters:
