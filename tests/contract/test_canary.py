@@ -89,6 +89,8 @@ TABLE = {  # home -> member -> its parameters; `=` marks those with a default
     "vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer": {
         "_sample_draft_tokens": "self, hidden_states, sampling_metadata"
     },
+    "vllm.v1.executor.uniproc_executor:get_distributed_init_method": {"": "ip, port"},
+    "vllm.v1.executor.multiproc_executor:get_distributed_init_method": {"": "ip, port"},
     "torch:_foreach_copy_": {"": NATIVE},
     "torch:UntypedStorage": {"_new_shared_cuda": NATIVE, "_share_cuda_": NATIVE},
     "torch.distributed:ProcessGroup": {"_get_backend": NATIVE},
