@@ -95,7 +95,7 @@ def _meet_in_a_file() -> None:
 
 
 def _in_a_file(ip: str, port: int) -> str:
-    """A place for ranks to meet, instead of that address. What follows its last colon names the shared memory of the CPU build."""
+    """A place for ranks to meet, instead of that address. Its last word names the shared memory of the CPU build."""
     folder = Path(tempfile.mkdtemp(prefix="sluice-"))
     return f"file://{folder}/ranks:{folder.name}"
 
