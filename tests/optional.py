@@ -32,4 +32,4 @@ def lacking(part: str, reason: str) -> NoReturn:
     """Skip a test that lacks something, or fail it if SLUICE_REQUIRE names the part."""
     if part in {name.strip() for name in os.environ.get("SLUICE_REQUIRE", "").split(",")}:
         pytest.fail(f"{reason}; SLUICE_REQUIRE names it")
-    pytest.skip(reason)
+    pytest.skip(reason, allow_module_level=True)

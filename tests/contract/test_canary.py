@@ -7,7 +7,7 @@ A use that is not in the tables fails too: add it with its home and its paramete
 from __future__ import annotations
 
 import enum
-import importlib
+import importlib.util
 import inspect
 import re
 from collections.abc import Iterator
@@ -90,6 +90,8 @@ TABLE = {  # home -> member -> its parameters; `=` marks those with a default
         "_sample_draft_tokens": "self, hidden_states, sampling_metadata"
     },
     "vllm.lora.worker_manager:WorkerLoRAManager": {"_adapter_manager": FIELD},
+    "vllm.v1.executor.uniproc_executor:get_distributed_init_method": {"": "ip, port"},
+    "vllm.v1.executor.multiproc_executor:get_distributed_init_method": {"": "ip, port"},
     "torch:_foreach_copy_": {"": NATIVE},
     "torch:UntypedStorage": {"_new_shared_cuda": NATIVE, "_share_cuda_": NATIVE},
     "torch.distributed:ProcessGroup": {"_get_backend": NATIVE},
@@ -128,8 +130,10 @@ def listed() -> dict[str, str]:
 
 
 def changed() -> Iterator[str]:
-    """Yield what is no longer as the table says, with its name."""
+    """Yield what is no longer as the table says, with its name. Packages that are not installed are left out."""
     for home, members in TABLE.items():
+        if importlib.util.find_spec(home.partition(":")[0].partition(".")[0]) is None:
+            continue
         for member, parameters in members.items():
             whole = f"{home}.{member}".removesuffix(".")
             if (now := shape(whole)) != parameters:

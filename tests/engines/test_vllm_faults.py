@@ -19,7 +19,6 @@ from pipeline import Model, StageError
 from pipeline.declare.ranks import open_store
 from pipeline.errors import PeerLost, Unfit
 from stages.backends import PULL, Decoded, Sampling
-from stages.backends.vllm import api as versions
 from stages.backends.vllm.weights import VersionShares
 from tests.engines import vllm_models as tiny
 from tests.engines.prepared import engines, kill, runs
@@ -27,6 +26,7 @@ from tests.optional import need
 from tests.shares import carried, route_of, shares_of, source_of
 
 need("vllm", "vllm")
+versions = need("vllm", "stages.backends.vllm.api")
 psutil = need("vllm", "psutil")
 
 GROUPS = (0, 1, 2, 3)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 import os
+import tempfile
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -89,10 +90,29 @@ __all__ = [
 ]
 
 SecondSampler: Any = importlib.import_module("vllm.v1.worker.gpu.sample.sampler").Sampler  # of the second model runner
+EXECUTORS = ("uniproc_executor", "multiproc_executor")
 INTERVAL = 64  # tokens per request between two outputs
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM allocates slots for
 ADAPTERS = 256  # that wait in memory for a slot, at most; each takes memory only when it is there
 NGRAM = (2, 4)  # the fewest and the most last tokens that are looked up earlier in a request
+
+
+def _meet_in_a_file() -> None:
+    """Have the ranks of an engine find each other through a file that only its owner can open, as vLLM 0.32 does: 0.26
+    opens a socket to all machines. Engines are forks of a process that has imported this module."""
+    for name in EXECUTORS:
+        executor: Any = importlib.import_module(f"vllm.v1.executor.{name}")
+        if not hasattr(executor, "get_file_store_init_method"):
+            executor.get_distributed_init_method = _in_a_file
+
+
+def _in_a_file(ip: str, port: int) -> str:
+    """A place for ranks to meet, instead of that address. Its last word names the shared memory of the CPU build."""
+    folder = Path(tempfile.mkdtemp(prefix="sluice-"))
+    return f"file://{folder}/ranks:{folder.name}"
+
+
+_meet_in_a_file()
 
 
 def computes_on_cpu() -> bool:
