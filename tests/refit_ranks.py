@@ -33,11 +33,15 @@ SENDERS = 2
 SIZE = 4
 TRAINED = ("TP1", "TP2", "PP2", "DP2", "EP2", "TP2 ETP1", "TP2 ETP1 EP2")
 SERVED = ("TP1", "TP2", "DP2")
-ONCE = ("glm4_moe", "deepseek_v3")  # trained in one layout; test_refit_places has all of them
+ONCE = {  # trained in one layout; test_refit_places has all of them
+    **dict.fromkeys(("glm4_moe", "deepseek_v3", "nemotron_h, experts"), "TP2 ETP1 EP2"),
+    "nemotron_h": "TP2",
+    "nemotron_h, 1 group": "PP2",
+}
 CASES = [
     (family, training, serving)
     for family, training, serving in product(FAMILIES, TRAINED, SERVED)
-    if fits(family, training) and (family not in ONCE or training == "TP2 ETP1 EP2")
+    if fits(family, training) and ONCE.get(family, training) == training
 ]
 TRANSPORTS = ("pull", "pull of bytes", "golden", "gloo", "broadcast")
 CPU, POISON = torch.device("cpu"), 0xEE

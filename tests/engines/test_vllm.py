@@ -218,8 +218,8 @@ def test_the_engine_reports_a_sample_every_64_tokens(backend: Any, model: Model,
     client = importlib.import_module("stages.backends.vllm.client")
     seen: dict[str, list[int]] = {}
 
-    async def counted(llm: Any, prompt: Any, params: Any, name: str) -> Any:
-        async for tokens, ended in outputs(llm, prompt, params, name):
+    async def counted(llm: Any, prompt: Any, params: Any, name: str, *others: Any) -> Any:
+        async for tokens, ended in outputs(llm, prompt, params, name, *others):
             seen.setdefault(name, []).append(len(tokens))
             yield tokens, ended
 
