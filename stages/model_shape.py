@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ops.flops import Transformer, quadratic_cost
 from pipeline import Model
 from pipeline.declare.parameters import is_whole
-from pipeline.errors import shown
+from pipeline.errors import Problem, shown
 from pipeline.reading import BROKEN, check_file, reason
 
 DENSE = ("llama", "mistral", "qwen2", "qwen3")
@@ -64,6 +64,17 @@ def shape_faults(config: Mapping[str, Any]) -> list[tuple[str, str]]:
     if not wrong and heads and groups and heads % groups:
         wrong.append((f"num_attention_heads={heads}", f"it must be a multiple of num_key_value_heads={groups}"))
     return wrong
+
+
+def uneven(number: int, what: str, by: str, ranks: int, where: str) -> Iterator[Problem]:
+    """Why ranks cannot divide this number of parts of a model evenly."""
+    if number % ranks:
+        yield Problem(
+            where=where,
+            what=f"{by}={ranks} does not divide the model's {what} ({number})",
+            why="all ranks hold equal parts",
+            fix=f"use a divisor of {number}",
+        )
 
 
 def read_config(file: Path) -> tuple[Mapping[str, Any], list[FileFault]]:

@@ -82,11 +82,11 @@ def _stream(
         first_s = min((put.end_s for put in tasks.puts[n]), default=span.end_s)
         firsts.append(first_s - span.start_s - own[n].within(span.start_s, first_s))
     most = min(float(group.threads) or float("inf"), cores or float("inf"))
-    # A group cannot finish before it is computed, so the first group to finish bounds how long computing took.
-    used = min(most, max(sum(span.cpu_s for span in spans.values()) / max(sum(firsts), 1e-9), 1e-9))
     wholes = {n: span.end_s - span.start_s - own[n].within(span.start_s, span.end_s) for n, span in spans.items()}
-    if group.gpus:  # streams share the engine's GPU from their first to their last token
-        used = min(used, max(sum(span.cpu_s for span in spans.values()) / max(sum(wholes.values()), 1e-9), 1e-9))
+    # Streams share a GPU from their first to their last token. Elsewhere, a group cannot finish before it is computed,
+    # so the first group to finish bounds how long computing took.
+    longest_s = sum(wholes.values()) if group.gpus else sum(firsts)
+    used = min(most, max(sum(span.cpu_s for span in spans.values()) / max(longest_s, 1e-9), 1e-9))
     points, came = [], {}
     for task in ran:
         n, span = task.task, spans[task.task]

@@ -8,6 +8,7 @@ from pipeline.declare.ranks import RankLayout
 from pipeline.errors import Problem
 from stages.backends.megatron.names import qkv_rows
 from stages.backends.model.decoder import Decoder, Dense, Grouped, Latent, Mixer, Sparse, StateSpace
+from stages.model_shape import uneven
 
 _LARGEST_HEAD = 128  # tried with Transformer Engine 2.20.2; larger heads were not
 
@@ -21,20 +22,20 @@ def division_problems(
     for part in (*decoder.mixers, *decoder.mlps):
         match part:
             case Grouped():
-                yield from _uneven(part.heads, "attention heads", *by_tensor, where)
+                yield from uneven(part.heads, "attention heads", *by_tensor, where)
                 yield from _key_values(part, layout.tensor, where)
             case Latent():
-                yield from _uneven(part.heads, "attention heads", *by_tensor, where)
+                yield from uneven(part.heads, "attention heads", *by_tensor, where)
             case StateSpace():
-                yield from _uneven(part.heads, "Mamba heads", *by_tensor, where)
-                yield from _uneven(part.groups, "groups of Mamba heads", *by_tensor, where)
+                yield from uneven(part.heads, "Mamba heads", *by_tensor, where)
+                yield from uneven(part.groups, "groups of Mamba heads", *by_tensor, where)
             case Dense():
-                yield from _uneven(part.inner, "intermediate_size", *by_tensor, where)
+                yield from uneven(part.inner, "intermediate_size", *by_tensor, where)
             case Sparse():
                 by_expert_tensor = ("expert_tensor_parallel", expert_tensor)
-                yield from _uneven(part.inner, "intermediate_size of experts", *by_expert_tensor, where)
-                yield from _uneven(part.shared, "intermediate_size of shared experts", *by_tensor, where)
-                yield from _uneven(part.experts, "experts", "expert_parallel", expert, where)
+                yield from uneven(part.inner, "intermediate_size of experts", *by_expert_tensor, where)
+                yield from uneven(part.shared, "intermediate_size of shared experts", *by_tensor, where)
+                yield from uneven(part.experts, "experts", "expert_parallel", expert, where)
     if layout.pipeline > layers:
         yield Problem(
             where=where,
@@ -48,17 +49,6 @@ def division_problems(
     if not decoder.experts:
         yield from _no_experts("expert_parallel", expert, 1, where)
         yield from _no_experts("expert_tensor_parallel", expert_tensor, layout.tensor, where)
-
-
-def _uneven(number: int, what: str, by: str, ranks: int, where: str) -> Iterator[Problem]:
-    """Why ranks cannot divide this number of parts evenly."""
-    if number % ranks:
-        yield Problem(
-            where=where,
-            what=f"{by}={ranks} does not divide the model's {what} ({number})",
-            why="all ranks hold equal parts",
-            fix=f"use a divisor of {number}",
-        )
 
 
 def _key_values(mixer: Grouped, tensor: int, where: str) -> Iterator[Problem]:

@@ -337,13 +337,13 @@ class Client:
 
     async def _received(self, llm: versions.AsyncLLM, weights: VersionShares) -> tuple[ServedWeights, dict[str, int]]:
         """Have all ranks receive a version and verify it. Also returns the token count of each live request."""
-        adapter = None if self.setup.lora is None else next(self._numbers)
-        if adapter is None or self.setup.lora is None:
+        lora, adapter = self.setup.lora, None
+        if lora is None:
             receiving = versions.receive(llm, weights.plain(), list(self._live))
         else:
-            used = [self._adapter, *(request.adapter for request in self._live.values())]
+            adapter, used = next(self._numbers), [self._adapter, *(each.adapter for each in self._live.values())]
             keep = {number for number in used if number is not None}
-            receiving = versions.receive_adapter(llm, weights.plain(), adapter, self.setup.lora, keep)
+            receiving = versions.receive_adapter(llm, weights.plain(), adapter, lora, keep)
         hashing = asyncio.to_thread(digest_of, weights.shares)  # while the engine does that
         (received, self.loaded, counts), offered = await asyncio.gather(self._answer(llm, receiving), hashing)
         sha256 = acknowledged(weights.shares, [each.summed for each in received], offered)

@@ -14,10 +14,11 @@ import threading
 
 OWNER = "SLUICE_VLLM_OWNER"  # the process that owns the engine's processes
 SECOND_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
+METHOD = "VLLM_WORKER_MULTIPROC_METHOD"  # how vLLM starts processes
 COMMON = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
-    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # the owner has threads, and forking them may deadlock
+    METHOD: "spawn",  # the owner has threads, and forking them may deadlock
     "NUMBA_NUM_THREADS": "1",  # vLLM looks up n-grams with one thread; others would only wait, and keep cores busy
     SECOND_RUNNER: "0",  # the first one is the tested one; the second one, as of vLLM 0.26, samples by `sampler`
 }

@@ -9,7 +9,7 @@ from ops.flops import block_kinds, inner_size
 from pipeline import Model, WorkerGroup
 from pipeline.errors import Problem, counted
 from stages.backends import model_problems
-from stages.model_shape import known_config, shape_faults
+from stages.model_shape import known_config, shape_faults, uneven
 
 BLOCK = 128  # rows and columns of a quantized matrix that have one scale
 FREE_MEMORY = 0.92  # of the free memory of a GPU: an engine takes at most that
@@ -91,12 +91,7 @@ def _other_vocabulary(draft: Model, has: object, wants: object, where: str) -> I
 def _divides(group: WorkerGroup, config: Mapping[str, Any], where: str) -> Iterator[Problem]:
     heads, groups, tensor = config.get("num_attention_heads"), config.get("num_key_value_heads"), group.tensor_parallel
     if isinstance(heads, int) and heads % tensor:
-        yield Problem(
-            where=where,
-            what=f"tensor_parallel={tensor} does not divide the model's attention heads ({heads})",
-            why="all ranks hold equal parts",
-            fix=f"use a divisor of {heads}",
-        )
+        yield from uneven(heads, "attention heads", "tensor_parallel", tensor, where)
     elif isinstance(groups, int) and groups > 0 and groups % tensor and tensor % groups:
         yield Problem(
             where=where,
@@ -107,12 +102,7 @@ def _divides(group: WorkerGroup, config: Mapping[str, Any], where: str) -> Itera
     if config.get("model_type") == "nemotron_h":
         yield from _hybrid(group, config, where)
     elif inner := _uneven_inner(config, tensor):
-        yield Problem(
-            where=where,
-            what=f"tensor_parallel={tensor} does not divide the model's {inner} ({config[inner]})",
-            why="all ranks hold equal parts",
-            fix=f"use a divisor of {config[inner]}",
-        )
+        yield from uneven(config[inner], inner, "tensor_parallel", tensor, where)
 
 
 def _hybrid(group: WorkerGroup, config: Mapping[str, Any], where: str) -> Iterator[Problem]:
@@ -120,12 +110,7 @@ def _hybrid(group: WorkerGroup, config: Mapping[str, Any], where: str) -> Iterat
     kinds, tensor = block_kinds(config), group.tensor_parallel
     heads, groups = config.get("mamba_num_heads"), config.get("n_groups")
     if "mamba" in kinds and isinstance(heads, int) and heads % tensor:
-        yield Problem(
-            where=where,
-            what=f"tensor_parallel={tensor} does not divide the model's Mamba heads ({heads})",
-            why="all ranks hold equal parts",
-            fix=f"use a divisor of {heads}",
-        )
+        yield from uneven(heads, "Mamba heads", "tensor_parallel", tensor, where)
     elif "mamba" in kinds and isinstance(groups, int) and groups > 1 and groups % tensor:
         yield Problem(
             where=where,

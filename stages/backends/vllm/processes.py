@@ -1,6 +1,6 @@
 """Starts vLLM's engine as a fork of a process that imports vLLM while its owner does. Does not import vLLM itself.
 
-    import_ahead()                       # before the owner imports vLLM
+    import_ahead(gpus=True)              # before the owner imports vLLM
     engine.utils.get_mp_context = forks  # vLLM's own way to start an engine
 
 Otherwise an owner, its engine and the engine's workers would import the same modules one after the other. The owner
@@ -14,12 +14,11 @@ import os
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 
-from stages.backends.vllm.environment import end_with_owner
+from stages.backends.vllm.environment import METHOD, end_with_owner
 
 IMPORTED = ("stages.backends.vllm.loader", "stages.backends.vllm.choice", "vllm.v1.engine.core")
 ON_GPU = ("vllm.v1.worker.gpu_worker", "vllm.v1.executor.multiproc_executor")
 ON_CPU = ("vllm.v1.worker.cpu_worker", "vllm.v1.executor.multiproc_executor")
-METHOD = "VLLM_WORKER_MULTIPROC_METHOD"  # how vLLM starts processes
 
 
 class EngineProcess(ForkServerProcess):
