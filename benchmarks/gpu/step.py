@@ -32,7 +32,7 @@ from typing import Any
 
 import msgspec
 
-from benchmarks.gpu.shapes import add_work, model_of
+from benchmarks.gpu.shapes import MIXTURES, SHAPES, TRUNCATED, add_work, model_of
 from benchmarks.report import report
 from ops.refit.transports import TRANSPORTS
 from pipeline import Graph, Model, Schedule, WorkerGroup
@@ -152,7 +152,7 @@ def turned(turns: list[trace.Turned], steps: int) -> dict[str, Any]:
 def flags() -> argparse.ArgumentParser:
     """The command's flags."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_work(parser)
+    add_work(parser, SHAPES | MIXTURES | TRUNCATED)
     parser.add_argument("--sampler", type=int, default=1, help="number of sampling GPUs")
     parser.add_argument("--sampler-tensor", type=int, default=1, help="number of sampling GPUs that share one model")
     parser.add_argument("--learner", type=int, default=1, help="number of training GPUs")

@@ -8,10 +8,12 @@ FOLDER/<case>-<rank>.safetensors and .json.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -160,7 +162,7 @@ class Case:
     layout: RankLayout
     expert: int = 1
     expert_tensor: int | None = None
-    microbatching: Microbatching = field(default_factory=lambda: Plain(2))
+    microbatching: Microbatching = field(default_factory=lambda: Plain(4))
     recompute: bool = False
     grouped: bool = False
     lora: LoRA | None = None
@@ -415,14 +417,12 @@ def _saved_by_one(folder: Path, store: dist.Store, rank: int) -> None:
 
 def _as_rank(folder: Path, rank: int, port: int) -> None:
     store = dist.TCPStore("127.0.0.1", port, 2, is_master=False, use_libuv=False)
-    for name, case in OF_FOUR.items():
-        _measured(folder, store, rank, name, case)
+    _measured(folder, store, rank, OF_FOUR)
     _saved(folder, store, rank, "4, saved by experts apart", "qwen3_moe", RankLayout(data=2, tensor=2), 4, 1)
     if rank > 1:
         return
     _saved_by_one(folder, store, rank)
-    for name, case in CASES.items():
-        _measured(folder, store, rank, name, case)
+    _measured(folder, store, rank, CASES)
     for name, family, layout, expert in (
         ("saved by tensor", "qwen3", RankLayout(tensor=2), 1),
         ("saved by data", "qwen3", RankLayout(data=2), 1),
@@ -433,16 +433,29 @@ def _as_rank(folder: Path, rank: int, port: int) -> None:
         _saved(folder, store, rank, name, family, layout, expert)
 
 
-def _measured(folder: Path, store: dist.Store, rank: int, name: str, case: Case) -> None:
-    """Write what `measure` returns."""
-    ranks = Ranks.join(case.layout, rank, dist.PrefixStore(name, store), device="cpu", deadline_s=DEADLINE_S)
-    engine = MegatronEngine(join(ranks, case.expert, torch.device("cpu"), 0, case.expert_tensor))
-    tensors, metrics = measure(engine, folder / case.family, case)
-    save_file(tensors, folder / f"{name}-{rank}.safetensors")
-    (folder / f"{name}-{rank}.json").write_text(json.dumps(metrics))
+@contextmanager
+def _joined(store: dist.Store, rank: int, name: str, layout: RankLayout, *experts: int | None) -> Iterator[Groups]:
+    """The process groups of ranks that meet under a name, closed at the end."""
+    ranks = Ranks.join(layout, rank, dist.PrefixStore(name, store), device="cpu", deadline_s=DEADLINE_S)
+    expert, expert_tensor = experts
+    yield join(ranks, expert or 1, torch.device("cpu"), 0, expert_tensor)
     parallel_state.destroy_model_parallel()
     ranks.leave()
-    print(name, flush=True)
+    gc.collect()  # each group that is left has three threads, which wake up a hundred times a second
+
+
+def _measured(folder: Path, store: dist.Store, rank: int, cases: Mapping[str, Case]) -> None:
+    """Write what `measure` returns for each case. Those of the same ranks share their process groups."""
+    alike: dict[tuple[RankLayout, int, int | None], list[str]] = {}
+    for name, case in cases.items():
+        alike.setdefault((case.layout, case.expert, case.expert_tensor), []).append(name)
+    for given, names in alike.items():
+        with _joined(store, rank, names[0], *given) as groups:
+            for name in names:
+                tensors, metrics = measure(MegatronEngine(groups), folder / cases[name].family, cases[name])
+                save_file(tensors, folder / f"{name}-{rank}.safetensors")
+                (folder / f"{name}-{rank}.json").write_text(json.dumps(metrics))
+                print(name, flush=True)
 
 
 def _saved(
@@ -456,13 +469,10 @@ def _saved(
     expert_tensor: int | None = None,
 ) -> None:
     """Write what `checkpointed` returns, and for tensor-parallel ranks what `_vocabulary` does."""
-    ranks = Ranks.join(layout, rank, dist.PrefixStore(name, store), device="cpu", deadline_s=DEADLINE_S)
-    groups = join(ranks, expert, torch.device("cpu"), 0, expert_tensor)
-    found = checkpointed(folder / family, folder / name, groups)
-    found |= _vocabulary(rank) if layout == RankLayout(tensor=2) else {}
+    with _joined(store, rank, name, layout, expert, expert_tensor) as groups:
+        found = checkpointed(folder / family, folder / name, groups)
+        found |= _vocabulary(rank) if layout == RankLayout(tensor=2) else {}
     (folder / f"{name}-{rank}.json").write_text(json.dumps(found))
-    parallel_state.destroy_model_parallel()
-    ranks.leave()
     print(name, flush=True)
 
 

@@ -159,7 +159,7 @@ def measured(running: Any) -> None:
 @pytest.fixture(scope="module")
 def alone(cases: Any, groups: Any, folder: Path) -> dict[str, Any]:
     """The measurements of one rank, by family and shape; of a grouped batch as `grouped <family>`."""
-    given = {family: cases.Case(family, RankLayout(), microbatching=Plain(3)) for family in (*FAMILIES, *cases.SHAPES)}
+    given = {family: cases.Case(family, RankLayout(), microbatching=Plain(8)) for family in (*FAMILIES, *cases.SHAPES)}
     adapted = {case.family for case in cases.CASES.values() if case.lora}
     given |= {f"adapter {family}": replace(given[family], lora=cases.ADAPTER) for family in adapted}
     given |= {f"grouped {family}": replace(given[family], grouped=True) for family in FAMILIES}
