@@ -6,7 +6,7 @@ A transport takes as long as its most loaded resource: the bytes of a receiver, 
 through one root, the bytes of the whole model, plus a time per tensor if it sends tensor by tensor. These speeds are
 fitted to the rows of Qwen3-4B; the rows of other models are predicted. The last rows are lower bounds between machines,
 with 50 GB/s per network card and one card per GPU, next to published times: NVIDIA-NeMo/RL, pull request 2413, and its
-documentation. The layouts of Nemotron 3 Nano are ours, as those that were measured are not published with its times.
+documentation. The layouts of Nemotron 3 are ours, as those that were measured are not published with its times.
 
 Aim: every predicted row within 15 % of the measured one.
 """
@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.gpu.refit import MAPPINGS, MODELS, NAMES, trained
-from benchmarks.refit_plan import NEMOTRON_NANO, QWEN3_30B, deepseek, qwen3, split
+from benchmarks.refit_plan import NEMOTRON_NANO, NEMOTRON_SUPER, QWEN3_30B, deepseek, qwen3, split
 from benchmarks.report import report
 from ops.refit.layout import Layout
 from ops.refit.plan import RefitPlan, build
@@ -118,6 +118,10 @@ def bounds() -> list[dict[str, Any]]:
     cases = {
         "Qwen3-30B-A3B EP4 -> TP4": (qwen3(QWEN3_30B, split(experts=4), 4, 1), "0.48 to 0.67"),
         "Nemotron 3 Nano 30B-A3B EP4 -> TP4": (qwen3(NEMOTRON_NANO, split(experts=4), 4, 1), "0.48 to 0.55"),
+        "Nemotron 3 Super 120B-A12B TP4 EP8 -> 8 x TP4": (
+            qwen3(NEMOTRON_SUPER, split(tensor=4, experts=8), 4, 8),
+            "1.66 to 1.94",
+        ),
         "Qwen3-235B-A22B TP4 EP8 PP2 -> 8 x TP8": (
             qwen3(QWEN3_235B, split(tensor=4, stages=2, experts=8), 8, 8),
             "4.56 to 4.85",

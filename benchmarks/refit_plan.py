@@ -47,6 +47,20 @@ NEMOTRON_NANO = Decoder(
     hidden=2688, vocab=131072, tied=False, renamed=HYBRID_NAMES,
 )  # fmt: skip
 
+_SUPER = {  # the same folder, NVIDIA-Nemotron-3-Super-120B-A12B-BF16.sh
+    "M": Layer(mixer=StateSpace(heads=128, head_dim=64, groups=8, state=128, kernel=4), mlp=None),
+    "*": Layer(mixer=Grouped(heads=32, groups=2, head_dim=128), mlp=None),
+    "E": Layer(mixer=None, mlp=Sparse(experts=512, chosen=22, inner=2688, gated=False, sigmoid=True, shared=5376,
+                                      latent=1024)),
+}  # fmt: skip
+NEMOTRON_SUPER = Decoder(
+    layers=tuple(
+        _SUPER[kind]
+        for kind in "MEMEMEM*EMEMEMEM*EMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEM*EMEMEMEME"
+    ),
+    hidden=4096, vocab=131072, tied=False, renamed=HYBRID_NAMES,
+)  # fmt: skip
+
 
 def qwen3(decoder: Decoder, parts: list[Part], tensor: int, replicas: int) -> tuple[Layout, Layout]:
     """The layouts of Megatron ranks and of vLLM replicas. Each of these ranks gets tensors without a place whole."""

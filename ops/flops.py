@@ -81,6 +81,7 @@ class Transformer:
     intermediate        inner size of a block's feed-forward layer, or of one expert
     experts, chosen     experts of a block, and experts per token; 0 and 1 without a mixture
     shared              inner size of the experts that every token of a mixture has
+    outer               size of what the other experts take and give; 0 is `hidden`
     dense, dense_inner  first blocks that have no mixture, and the inner size of their feed-forward layer
     heads, kv_heads     number of query heads, and of key-value heads
     head_dim            size of one head
@@ -101,6 +102,7 @@ class Transformer:
     experts: int = 0
     chosen: int = 1
     shared: int = 0
+    outer: int = 0
     dense: int = 0
     dense_inner: int = 0
     latent: LatentSizes | None = None
@@ -190,18 +192,20 @@ class Transformer:
     def mlp_weights(self, experts: int) -> int:
         """Number of weights in the feed-forward layers of all blocks, routers included, with this many experts of each
         mixture."""
-        matrices = self.hidden * (3 if self.gated else 2)
+        matrices = 3 if self.gated else 2
         if not self.experts and not self.hybrid:
-            return self.layers * self.intermediate * matrices
-        mixture = self.hidden * self.experts + (self.shared + experts * self.intermediate) * matrices
-        return self.mixtures * mixture + self.dense * self.dense_inner * matrices
+            return self.layers * self.intermediate * self.hidden * matrices
+        routed = experts * self.intermediate * (self.outer or self.hidden)
+        mixture = self.hidden * (self.experts + 2 * self.outer) + (self.shared * self.hidden + routed) * matrices
+        return self.mixtures * mixture + self.dense * self.dense_inner * self.hidden * matrices
 
     @property
     def undivided_weights(self) -> int:
-        """Number of weights in all layers that tensor-parallel ranks do not divide: routers, and what makes latents."""
+        """Number of weights in all layers that tensor-parallel ranks do not divide: routers, and what makes latents or
+        is beside experts."""
         sizes = self.latent
         latents = sizes.query + sizes.key_value + sizes.rotary if sizes else 0
-        return self.hidden * (self.layers * latents + self.mixtures * self.experts)
+        return self.hidden * (self.layers * latents + self.mixtures * (self.experts + 2 * self.outer))
 
     @property
     def logit_weights(self) -> int:
@@ -270,6 +274,7 @@ def _hybrid(config: Mapping[str, Any]) -> Transformer:
         experts=size["n_routed_experts"] if mixture else 0,
         chosen=size["num_experts_per_tok"] if mixture else 1,
         shared=size["moe_shared_expert_intermediate_size"] if mixture else 0,
+        outer=int(config.get("moe_latent_size") or 0) if mixture else 0,
         dense=kinds.count("mlp"),
         dense_inner=size.get("intermediate_size", 0),
         hybrid=Hybrid(

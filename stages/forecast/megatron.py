@@ -181,7 +181,7 @@ def _hybrid(shape: Transformer, sizes: Hybrid) -> float:
     and of Mamba-2 projections, convolved values, outputs and normed outputs. Counted, not measured."""
     mamba = sizes.mamba * (4 * sizes.channels + 2 * sizes.convolved + sizes.heads)
     attention = 3 * sizes.attention * shape.head_dim * (shape.heads + shape.kv_heads)
-    inner = shape.chosen * (4 * shape.hidden + 2 * shape.intermediate) + 2 * shape.shared
+    inner = shape.chosen * (4 * (shape.outer or shape.hidden) + 2 * shape.intermediate) + 2 * shape.shared
     feed_forward = sizes.mixtures * inner + 2 * shape.dense * shape.dense_inner
     return 2 * shape.hidden + (mamba + attention + feed_forward) / shape.layers
 

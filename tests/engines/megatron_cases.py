@@ -136,6 +136,7 @@ FAMILIES["nemotron_h, experts"] = FAMILIES["nemotron_h"] | {
     **{name: size for name, size in _MIXTURE.items() if name != "first_k_dense_replace"},
     "n_shared_experts": 1,
 }
+FAMILIES["nemotron_h, latent"] = FAMILIES["nemotron_h, experts"] | {"moe_latent_size": 20}
 FAMILIES["qwen3_moe, as routed"] = FAMILIES["qwen3_moe"] | {"norm_topk_prob": False}
 FAMILIES["deepseek_v3, plain"] = FAMILIES["deepseek_v3"] | {
     "q_lora_rank": None,
@@ -209,7 +210,7 @@ CASES = {
     "latent, context": Case("deepseek_v3", RankLayout(context=2), microbatching=Packed(64)),
     "hybrid, tensor": Case("nemotron_h", RankLayout(tensor=2), microbatching=Packed(64)),
     "hybrid, pipeline": Case("nemotron_h", RankLayout(pipeline=2), recompute=True),
-    "hybrid, experts, tensor": Case("nemotron_h, experts", RankLayout(tensor=2), microbatching=Packed(64)),
+    "hybrid, experts, tensor": Case("nemotron_h, latent", RankLayout(tensor=2), microbatching=Packed(64)),
     "hybrid, experts, apart": Case("nemotron_h, experts", RankLayout(data=2), expert=2),
     "hybrid, shared, data": Case("nemotron_h", RankLayout(data=2), microbatching=Packed(40), grouped=True),
     "latent, shared, tensor": Case("deepseek_v3, plain", RankLayout(tensor=2), microbatching=Packed(40), grouped=True),

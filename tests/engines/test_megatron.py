@@ -39,6 +39,7 @@ FAMILIES = (
     "deepseek_v3",
     "nemotron_h",
     "nemotron_h, experts",
+    "nemotron_h, latent",
     "qwen3_moe, as routed",
     "deepseek_v3, plain",
 )

@@ -314,7 +314,6 @@ def test_layers_with_one_part_are_read_from_configs_of_all_ages() -> None:
     [
         ({"layers_block_type": ["mamba", "mlp"]}, "no layer with attention"),
         ({"hybrid_override_pattern": "", "layers_block_type": None}, "no layer with attention"),
-        ({"layers_block_type": ["moe", "attention"], "moe_latent_size": 16}, "moe_latent_size"),
         ({"layers_block_type": ["moe", "attention"], "n_shared_experts": 2}, "n_shared_experts other than 1"),
         ({"layers_block_type": ["sliding", "attention"]}, r"layers of the kind \['sliding'\]"),
         ({"mlp_hidden_act": "silu"}, "mlp_hidden_act='silu'"),

@@ -42,7 +42,9 @@ FAMILIES = {
     "deepseek_v3": decoder(layer(LATENT), layer(LATENT, SIGMOID), layer(replace(LATENT, query=0), SIGMOID), tied=False),
     "nemotron_h": hybrid(STATE),
     "nemotron_h, experts": replace(
-        decoder(layer(STATE, None), layer(None, replace(SIGMOID, gated=False)), layer(GROUPED, None), tied=False),
+        decoder(
+            layer(STATE, None), layer(None, replace(SIGMOID, gated=False, latent=6)), layer(GROUPED, None), tied=False
+        ),
         renamed=HYBRID_NAMES,
     ),
     "nemotron_h, 1 group": hybrid(replace(STATE, groups=1)),

@@ -278,3 +278,34 @@ def test_a_hybrid_counts_the_blocks_of_each_kind():
     assert quadratic_cost(shape) == 4 * 3 * 2 / 2 / (shape.layer_weights + states + 1000)
     with pytest.raises(ValueError, match="no mamba_head_dim"):
         Transformer.of({name: value for name, value in config.items() if name != "mamba_head_dim"})
+
+
+def test_a_published_hybrid_with_latent_experts():
+    """Nemotron 3 Super: 120B weights and 12B per token, says its name. By hand, one layer of each kind."""
+    config = {
+        "model_type": "nemotron_h",
+        "hybrid_override_pattern": "MEMEMEM*EMEMEMEM*EMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEM*EMEMEMEME",
+        "hidden_size": 4096,
+        "vocab_size": 131072,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "mamba_num_heads": 128,
+        "mamba_head_dim": 64,
+        "n_groups": 8,
+        "ssm_state_size": 128,
+        "conv_kernel": 4,
+        "n_routed_experts": 512,
+        "num_experts_per_tok": 22,
+        "moe_intermediate_size": 2688,
+        "moe_shared_expert_intermediate_size": 5376,
+        "moe_latent_size": 1024,
+    }
+    shape = Transformer.of(config)
+    mamba = 4096 * (8192 + 8192 + 2048 + 128) + 10240 * 4 + 8192 * 4096
+    expert, beside = 2 * 1024 * 2688, 4096 * 512 + 2 * 4096 * 1024 + 2 * 4096 * 5376
+    attention = 4096 * 128 * (2 * 32 + 2 * 2)
+    assert shape.layer_weights == 40 * (mamba + beside + 22 * expert) + 8 * attention
+    whole = shape.mixer_weights + shape.mlp_weights(512) + 2 * shape.logit_weights
+    assert 119e9 < whole < 121.5e9 and 11.5e9 < shape.layer_weights + shape.logit_weights < 12.8e9
+    assert shape.undivided_weights == 40 * 4096 * (512 + 2 * 1024)

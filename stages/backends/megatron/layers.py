@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from stages.backends.megatron.attention import CausalAttention, EngineAttention, SlicedAttention
 from stages.backends.megatron.fused import Fused
 from stages.backends.megatron.latent import LatentAttention, LatentParts
+from stages.backends.megatron.latent_mixture import LatentMixture
 from stages.backends.megatron.parts import Part, stage_layers
 from stages.backends.megatron.router import Router, SigmoidRouter
 from stages.backends.megatron.state_space import StateSpaceMixer
@@ -100,6 +102,8 @@ def _layer(layer: Layer, decoder: Decoder, part: Part, attention: type, fused: F
             parts.mlp.submodules.router = partial(SigmoidRouter, layer.mlp)
         elif not part.fused_norms:
             parts.mlp.submodules.router = Router
+        if layer.mlp.latent:
+            parts.mlp = replace(parts.mlp, module=LatentMixture, params={"latent": layer.mlp.latent})
     return ModuleSpec(module=RecomputableLayer, params=layer_spec.params, submodules=parts)
 
 

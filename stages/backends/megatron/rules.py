@@ -72,13 +72,17 @@ def _qkv(kind: str) -> tuple[str, ...]:
 
 
 def _feed_forward(
-    here: str, there: str, inner: Callable[[Any], int], when: Callable[[Any], bool] = lambda part: True
+    here: str,
+    there: str,
+    inner: Callable[[Any], int],
+    when: Callable[[Any], bool] = lambda part: True,
+    outer: Callable[[int, Any], int] = lambda hidden, part: hidden,
 ) -> tuple[NameRule, ...]:
-    """The rules of a feed-forward layer of an inner size."""
+    """The rules of a feed-forward layer of an inner size; `outer` is that of its inputs and outputs."""
     gate, up = (there + "gate_proj.weight", there + "up_proj.weight")
 
     def shape(hidden: int, part: Any) -> Shape:
-        return (inner(part), hidden)
+        return (inner(part), outer(hidden, part))
 
     return (
         NameRule(here + "linear_fc1.weight", "stacked", (gate, up), shape, lambda part: when(part) and part.gated),
@@ -87,7 +91,7 @@ def _feed_forward(
             here + "linear_fc2.weight",
             "columns",
             (there + "down_proj.weight",),
-            lambda hidden, part: (hidden, inner(part)),
+            lambda hidden, part: (outer(hidden, part), inner(part)),
             when,
         ),
     )
@@ -228,8 +232,24 @@ PARTS: Mapping[type, tuple[NameRule, ...]] = {  # by the kind of a part of a lay
             lambda _, part: (part.experts,),
             lambda part: part.sigmoid,
         ),
+        NameRule(
+            _MLP + "fc1_latent_proj.weight",
+            "whole",
+            (_HF_MLP + "fc1_latent_proj.weight",),
+            lambda hidden, part: (part.latent, hidden),
+            lambda part: part.latent,
+        ),
+        NameRule(
+            _MLP + "fc2_latent_proj.weight",
+            "whole",
+            (_HF_MLP + "fc2_latent_proj.weight",),
+            lambda hidden, part: (hidden, part.latent),
+            lambda part: part.latent,
+        ),
         *_feed_forward(_SHARED, _HF_SHARED, lambda part: part.shared, lambda part: part.shared),
-        *_feed_forward(_EXPERT, _HF_EXPERT, lambda part: part.inner),  # for each expert
+        *_feed_forward(  # for each expert
+            _EXPERT, _HF_EXPERT, lambda part: part.inner, outer=lambda hidden, part: part.latent or hidden
+        ),
     ),
 }
 FUSED_NORMS: Mapping[type, tuple[str, str]] = {  # Transformer Engine keeps these inside the linear layer that follows

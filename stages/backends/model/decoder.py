@@ -146,6 +146,8 @@ class Sparse:
     divisions, kept            with sigmoids: experts are chosen from the `kept` best of `divisions` equal sets
     scale                      with sigmoids: factor of the weights
     shared                     inner size of the expert that every token has; 0 is none
+    latent                     size of a space that tokens are projected to before experts, and back from after these
+                               (LatentMoE, arXiv 2601.18089); 0 is the hidden state itself
     """
 
     experts: int
@@ -158,6 +160,7 @@ class Sparse:
     kept: int = 1
     scale: float = 1.0
     shared: int = 0
+    latent: int = 0
 
 
 Mixer: TypeAlias = Grouped | Latent | StateSpace

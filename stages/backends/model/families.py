@@ -136,7 +136,6 @@ def _hybrid_problems(config: Mapping[str, Any], where: str) -> Iterator[Problem]
     biases = [name for name in ("attention_bias", "mlp_bias", "use_bias", "mamba_proj_bias") if config.get(name)]
     settings = (
         (f"layers of the kind {unknown}", bool(unknown), f"the kinds are {', '.join(known)}"),
-        ("moe_latent_size", "moe" in kinds and bool(config.get("moe_latent_size")), "experts have the hidden size"),
         ("n_shared_experts other than 1", "moe" in kinds and config.get("n_shared_experts", 1) != 1, "engines differ"),
         ("no layer with attention", "attention" not in kinds, "Megatron-core's configuration has attention heads"),
         (f"mlp_hidden_act={mlp!r}", mlp not in (None, "relu2"), "feed-forward parts have squared ReLU"),
@@ -162,8 +161,9 @@ def _hybrid(config: Mapping[str, Any], family: Family) -> Decoder:
         "mlp": {"mixer": None, "mlp": Dense(inner=config.get("intermediate_size") or 0, gated=False)},
     }
     if "moe" in block_kinds(config):
-        shared = config["moe_shared_expert_intermediate_size"]
-        parts = {**parts, "moe": {"mixer": None, "mlp": replace(_sigmoid(config), gated=False, shared=shared)}}
+        shared, latent = config["moe_shared_expert_intermediate_size"], config.get("moe_latent_size") or 0
+        mixture = replace(_sigmoid(config), gated=False, shared=shared, latent=latent)
+        parts = {**parts, "moe": {"mixer": None, "mlp": mixture}}
     return Decoder(
         layers=tuple(Layer(**parts[kind]) for kind in block_kinds(config)),
         hidden=config["hidden_size"],

@@ -140,6 +140,11 @@ def _mixture(at: str, part: Sparse, rank: _Rank) -> Iterator[Place]:
         yield from rank.one(f"{at}gate.e_score_correction_bias", experts)
     if part.shared:
         yield from _feed_forward(f"{at}shared_experts.", part.shared, rank, gated=part.gated)
+    if part.latent:
+        latent = (0, part.latent)
+        yield from rank.one(f"{at}fc1_latent_proj.weight", latent, every)
+        yield from rank.one(f"{at}fc2_latent_proj.weight", every, latent)
+        every = latent
     names = [f"{at}experts.*.{name}_proj.weight" for name in (("gate", "up") if part.gated else ("up",))]
     yield from rank.stacked(f"{at}experts.w13_weight", [(name, (experts, width, every)) for name in names], along=1)
     down = [(f"{at}experts.*.down_proj.weight", (experts, every, width))]
