@@ -141,7 +141,7 @@ def served(decoder: Decoder, rank: int, ranks: int, model: dict[str, np.ndarray]
             memory[name] = np.full((share, decoder.hidden), 0xEEEE, np.uint16)
             mine = tensor[share * rank : share * (rank + 1)]
             memory[name][: len(mine)] = mine
-        elif name.endswith(("norm.weight", "norm_f.weight", "mlp.gate.weight", "mixer.gate.weight", "correction_bias")):
+        elif name.endswith(("norm.weight", "norm_f.weight", ".gate.weight", "correction_bias", "latent_proj.weight")):
             memory[name] = tensor
         elif ".q_proj." in name:
             assert isinstance(mixer, Grouped)
