@@ -38,6 +38,7 @@ from stages import ClippedLoss, Train
 STEPS = {  # kept results of whole steps: the GPU, whether Transformer Engine was there
     "gpu.step.own.h200": ("h200", "fused"),
     "gpu.step.own.4B": ("h200", "fused"),
+    "gpu.step.apart": ("h200", "fused"),
     "gpu.step.colocated.h200": ("h200", "fused"),
     "gpu.step.colocated.4B": ("h200", "fused"),
     "gpu.step.colocated.h100": ("h100", "fused"),
