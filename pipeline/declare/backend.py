@@ -41,6 +41,8 @@ class Backend:
     own_classes  whether it builds models from its own classes and safetensors only, so that it cannot run code that
               comes with a model; Model(trust_remote_code=True) is then refused
     adapts    whether it trains or serves adapters; Model(lora=...) is refused otherwise
+    replays   whether it returns the experts that it chose, or computes with given ones; Model(router_replay=True) is
+              refused otherwise
     """
 
     name: str
@@ -56,6 +58,7 @@ class Backend:
     slices: bool = False
     own_classes: bool = False
     adapts: bool = False
+    replays: bool = False
 
 
 PLAIN = Backend(name="python")  # plain functions
