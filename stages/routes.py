@@ -50,21 +50,21 @@ def of_replay(model: Model) -> tuple[Field, ...]:
     return (routed_experts(model),) if replays(model) else ()
 
 
-def mixture_problems(model: Model) -> Iterator[Problem]:
-    """Reasons why a model cannot replay routes, as far as they are known before it is loaded."""
-    config = known_config(model)
-    if replays(model) and "model_type" in config and (why := no_mixture(config)):
+def mixture_problems(model: Model, config: Mapping[str, Any] | None = None) -> Iterator[Problem]:
+    """Reasons why a model cannot replay routes: from its config, or as far as that is known before it is loaded."""
+    config = known_config(model) if config is None else config
+    if model.router_replay is True and "model_type" in config and (why := _no_mixture(config)):
         yield Problem(
             where=str(model.location),
-            what=f"router_replay=True of the model {model.source!r}",
+            what=f"the model {model.source!r} has router_replay=True",
             why=why,
             fix="router_replay=False",
         )
 
 
-def no_mixture(config: Mapping[str, Any]) -> str:
+def _no_mixture(config: Mapping[str, Any]) -> str:
     """Why a model with this config has no experts to replay; "" if it has."""
-    family = config.get("model_type")
+    family = config["model_type"]
     if family not in FAMILIES:
         return f"a {family!r} is none of the mixtures of experts whose routers are known: {', '.join(FAMILIES)}"
     kinds: Sequence[str] | None = config.get("layers_block_type")

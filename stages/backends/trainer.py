@@ -59,7 +59,7 @@ class BaseLearner(Learner, ABC):
         self.parking = Parking(device)
         self._own: dict[int, torch.Tensor] = {}  # by sample: the logprobs of an update's own pass, on the device
         self._own_logprobs: Ragged | None = None
-        self.disagreement: Disagreement | None = None  # of the routers, if the model replays routes
+        self.disagreement: Disagreement | None = None  # of the routers with the batch's routes
 
     def update(
         self, batch: Batch, loss: PolicyLoss, *, temperature: float, update: Update, packed: bool = False
@@ -85,7 +85,7 @@ class BaseLearner(Learner, ABC):
         self.updates += 1
         self.skipped += not finite
         means = {name: value if name in ("loss", *MAXIMA) else value / update.tokens for name, value in sums.items()}
-        if self.disagreement:
+        if self.disagreement and batch.routes:
             means["router_disagreement"] = self.disagreement.share(self._device)
         return means | {"grad_norm": norm, "lr": rate, "skipped": float(not finite)}
 

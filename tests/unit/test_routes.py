@@ -125,7 +125,6 @@ def test_replaying_the_own_choice_changes_no_bit(case: Any, way: Any) -> None:
     with_routes, weights = updated(model, batch, way)
     without, others = updated(model, replace(batch, routes=None), way)
     assert with_routes.pop("router_disagreement") == 0.0
-    assert without.pop("router_disagreement") == 0.0
     assert with_routes == without and weight_hash(weights) == weight_hash(others)
 
 
@@ -244,6 +243,7 @@ def described(steps: int = 4) -> Any:
     return replace(graph, stages=tuple(stages))
 
 
+@pytest.mark.journal_expected("I8")  # the resumed run has the checkpoint of another one
 def test_a_run_replays_routes_and_a_resumed_one_goes_on_to_the_bit(tmp_path: Path) -> None:
     graph = described()
     made, problems = plan(graph)
@@ -257,9 +257,8 @@ def test_a_run_replays_routes_and_a_resumed_one_goes_on_to_the_bit(tmp_path: Pat
     assert max(line["train/router_disagreement"] for line in lines) > 0.0, (
         "the second update of a step is another router"
     )
-    shutil.copytree(whole.path, resumed.path)
-    shutil.rmtree(resumed.checkpoint(4))
-    Driver(graph, made, LocalExecutor(), run_dir=resumed.create(), start=2).execute()
+    shutil.copytree(whole.checkpoint(2), resumed.create().checkpoint(2))
+    Driver(graph, made, LocalExecutor(), run_dir=resumed, start=2).execute()
     files = [run.checkpoint(4) / "train/weights.safetensors" for run in (whole, resumed)]
     assert files[0].read_bytes() == files[1].read_bytes()
 

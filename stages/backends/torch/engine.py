@@ -42,6 +42,7 @@ from stages.backends.torch.reward_model import RewardModelOnDevice, open_reward_
 from stages.backends.torch.routers import Routers
 from stages.backends.torch.score import score
 from stages.backends.trainer import BaseTrainer
+from stages.routes import mixture_problems
 
 Role = Literal["trained", "served", "frozen"]
 LOOK_S = 0.02  # between two looks of a stream whose weights have no version
@@ -93,7 +94,10 @@ class TorchEngine(BaseTrainer):
         if not key.router_replay or role == "frozen":
             return None
         if (key, role) not in self._routers:
-            self._routers[key, role] = Routers(self.network(model, role), f"{key.location}, model {key.source!r}")
+            network = self.network(model, role)
+            if problems := list(mixture_problems(key, network.config.to_dict())):
+                raise StageError(*problems)
+            self._routers[key, role] = Routers(network)
         return self._routers[key, role]
 
     def load(self, model: Model) -> None:

@@ -25,14 +25,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ops.packing import pack
-from pipeline import StageError
 from pipeline.declare.columns import Ragged
 from pipeline.declare.sharding import Microbatch
-from pipeline.errors import Problem
 from stages.backends.interface import part
 from stages.backends.model.padding import pad_around
 from stages.backends.model.routes import Disagreement, numbered, table
-from stages.routes import FAMILIES
 
 
 def _softmax(router: Any, logits_TE: torch.Tensor, chosen_TK: torch.Tensor) -> torch.Tensor:
@@ -99,12 +96,10 @@ class Routes:
 
 
 class Routers:
-    """The routers of a network, from the first layer to the last. Raises StageError if it has none that are known."""
+    """The routers of a network, from the first layer to the last; it has some (stages.routes.mixture_problems)."""
 
-    def __init__(self, network: PreTrainedModel, where: str) -> None:
+    def __init__(self, network: PreTrainedModel) -> None:
         found = [module for module in network.modules() if type(module).__name__ in _WEIGHTS]
-        if not found:
-            raise StageError(_without(network, where))
         self.network = network
         self.layers, self.chosen = len(found), int(found[0].top_k)  # type: ignore[arg-type]
         self.disagreement = Disagreement()
@@ -162,12 +157,3 @@ def along(
         numbers_NS = pad_around(prompts, responses, 0, microbatch.prompt, microbatch.response)[:, :-1]
     given = table(part(routes, microbatch.samples), *lengths, layers=routers.layers, chosen=routers.chosen)
     return routers.replaying(given[numbers_NS].to(routers.network.device))
-
-
-def _without(network: PreTrainedModel, where: str) -> Problem:
-    return Problem(
-        where=where,
-        what=f"router_replay=True of a {network.config.model_type!r}",
-        why=f"it has none of the routers that are known: those of {', '.join(FAMILIES)}",
-        fix="router_replay=False",
-    )
