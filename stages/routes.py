@@ -76,11 +76,21 @@ def replay_problems(model: Model, group: WorkerGroup) -> Iterator[Problem]:
     backend = group.description
     if backend is None or not replays(model):
         return
-    what = f"the model {model.source!r} has router_replay=True, and worker group {group.name!r}"
-    if not backend.replays:
+    where, what = str(model.location), f"the model {model.source!r} has router_replay=True, and worker group"
+    device = "cuda" if group.gpus else "cpu"
+    if device not in backend.replays:
+        has = f"{what} {group.name!r} has the backend {backend.name!r}"
+        why = "that backend neither returns the experts that it chooses nor computes with given ones"
         yield Problem(
-            where=str(model.location),
-            what=f"{what} has the backend {backend.name!r}",
-            why="that backend neither returns the experts that it chooses nor computes with given ones",
-            fix="router_replay=False, or another backend",
+            where=where,
+            what=f"{has} and no GPUs" if backend.replays and device == "cpu" else has,
+            why=f"{why}, on a CPU" if backend.replays else why,
+            fix="gpus=..., backend='torch', or router_replay=False"
+            if backend.replays
+            else "backend='torch', or router_replay=False",
+        )
+    elif group.speculate:
+        why = "what vLLM returns for drafted tokens has not been tested"
+        yield Problem(
+            where=where, what=f"{what} {group.name!r} has speculate={group.speculate}", why=why, fix="speculate=0"
         )

@@ -94,7 +94,7 @@ for _backend in (
         checks="stages.backends.torch.limits:problems",
         separates=False,
         adapts=True,
-        replays=True,
+        replays=("cpu", "cuda"),
     ),
     Backend(
         name="vllm",
@@ -107,7 +107,7 @@ for _backend in (
         leads=True,
         own_classes=True,
         adapts=True,
-        replays=True,
+        replays=("cuda",),
     ),
     Backend(
         name="megatron",
@@ -121,7 +121,7 @@ for _backend in (
         slices=True,
         own_classes=True,
         adapts=True,
-        replays=True,
+        replays=("cpu", "cuda"),
     ),
 ):
     register(_backend)
