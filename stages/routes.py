@@ -28,7 +28,7 @@ FAMILIES = tuple(_EXPERTS)
 
 def replays(model: Model) -> bool:
     """Whether a stage computes with the sampler's experts: not the frozen copy, whose own routers choose."""
-    return model.router_replay is True and model.trainable
+    return isinstance(model, Model) and model.router_replay is True and model.trainable  # anything else is reported
 
 
 def routed_experts(model: Model) -> Field:
@@ -79,15 +79,14 @@ def replay_problems(model: Model, group: WorkerGroup) -> Iterator[Problem]:
     where, what = str(model.location), f"the model {model.source!r} has router_replay=True, and worker group"
     device = "cuda" if group.gpus else "cpu"
     if device not in backend.replays:
-        has = f"{what} {group.name!r} has the backend {backend.name!r}"
-        why = "that backend neither returns the experts that it chooses nor computes with given ones"
+        elsewhere = "cuda" in backend.replays
         yield Problem(
             where=where,
-            what=f"{has} and no GPUs" if backend.replays and device == "cpu" else has,
-            why=f"{why}, on a CPU" if backend.replays else why,
-            fix="gpus=..., backend='torch', or router_replay=False"
-            if backend.replays
-            else "backend='torch', or router_replay=False",
+            what=f"{what} {group.name!r} has the backend {backend.name!r}" + " and no GPUs" * elsewhere,
+            why=f"{backend.name!r} returns the experts that it chooses on GPUs only"
+            if elsewhere
+            else "that backend neither returns the experts that it chooses nor computes with given ones",
+            fix="gpus=..., " * elsewhere + "backend='torch', or router_replay=False",
         )
     elif group.speculate:
         why = "what vLLM returns for drafted tokens has not been tested"

@@ -21,7 +21,7 @@ from pipeline.declare.columns import Ragged
 from stages.backends import Cancelled, Decoded, Generation, Sampling, samples_of
 from stages.backends.choose import choose
 from stages.backends.model.padding import pad_left, unpad_right
-from stages.backends.torch.routers import Recorded, Routers, Routes
+from stages.backends.torch.routers import ChosenExperts, Routers, Routes
 
 
 def generate(
@@ -110,7 +110,7 @@ def decode(
             samples.routes.add(rows_B, t, experts)
 
 
-def _recording(routers: Routers | None) -> AbstractContextManager[Recorded | None]:
+def _recording(routers: Routers | None) -> AbstractContextManager[ChosenExperts | None]:
     return routers.recording() if routers else nullcontext()
 
 

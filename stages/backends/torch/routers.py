@@ -56,7 +56,7 @@ _WEIGHTS: dict[str, Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]] =
 }
 
 
-class Recorded:
+class ChosenExperts:
     """The experts that the routers chose in one pass."""
 
     def __init__(self, layers: int) -> None:
@@ -73,7 +73,7 @@ class Routes:
     of each token that the network gets. `prompt_of` is each sample's prompt."""
 
     def __init__(
-        self, experts: Recorded, prompts: Sequence[torch.Tensor], prompt_of: Sequence[int], max_tokens: int
+        self, experts: ChosenExperts, prompts: Sequence[torch.Tensor], prompt_of: Sequence[int], max_tokens: int
     ) -> None:
         width = max(len(prompt) for prompt in prompts)
         experts_BPLK = experts.of((len(prompts), width)).to(torch.int16).cpu()
@@ -81,7 +81,7 @@ class Routes:
         self._prompt_of = prompt_of
         self._responses_NT = experts_BPLK.new_zeros(len(prompt_of), max_tokens, *experts_BPLK.shape[2:])
 
-    def add(self, rows_B: torch.Tensor, t: int, experts: Recorded) -> None:
+    def add(self, rows_B: torch.Tensor, t: int, experts: ChosenExperts) -> None:
         """Add the experts of token `t` of these samples."""
         self._responses_NT[rows_B.cpu(), t] = experts.of((len(rows_B), 1))[:, 0].to(torch.int16).cpu()
 
@@ -103,15 +103,15 @@ class Routers:
         self.network = network
         self.layers, self.chosen = len(found), int(found[0].top_k)  # type: ignore[arg-type]
         self.disagreement = Disagreement()
-        self._recorded: Recorded | None = None
+        self._recorded: ChosenExperts | None = None
         self._given_TLK: torch.Tensor | None = None
         for layer, router in enumerate(found):
             router.register_forward_hook(partial(self._hook, layer))
 
     @contextmanager
-    def recording(self) -> Iterator[Recorded]:
+    def recording(self) -> Iterator[ChosenExperts]:
         """Inside this context, one pass leaves the experts of its tokens."""
-        self._recorded = Recorded(self.layers)
+        self._recorded = ChosenExperts(self.layers)
         try:
             yield self._recorded
         finally:
