@@ -16,7 +16,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from pipeline import Field, Graph, Model, Output, Stage, StageContext, Task, WorkerGroup
-from pipeline.declare.columns import Columns
+from pipeline.declare.columns import Columns, Ragged
 from pipeline.declare.parameters import at_least, broken, is_number, is_whole
 from pipeline.declare.sharding import Dynamic, Packed, Plain, Shard, Sharding
 from pipeline.declare.work import GpuPart, GpuWork, Load
@@ -25,6 +25,7 @@ from stages.backends import Engine, backend_problems, engine, model_problems, on
 from stages.forecast.megatron import Passes, exchanged_bytes, held
 from stages.model_shape import attention_cost
 from stages.rollout import Rollout
+from stages.routes import of_replay
 from stages.vocabulary import PREV_LOGPROBS, PROMPT_IDS, REF_LOGPROBS, RESPONSE_IDS
 
 _AT_ONCE = at_least("at_once", 0, why="at_once must be a number of samples, or 0 for the default")
@@ -39,8 +40,10 @@ class _Logprobs(Stage):
     at_once: int = 0
     temperature: float = 1.0
 
-    reads = (PROMPT_IDS, RESPONSE_IDS)
     per = "batch"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "reads", (PROMPT_IDS, RESPONSE_IDS, *of_replay(self.model)))
 
     @property
     def uses(self) -> tuple[Model, ...]:
@@ -99,7 +102,8 @@ class _Logprobs(Stage):
             response_ids: Any = columns[RESPONSE_IDS.name]
             shard = task.shard or one_shard(prompt_ids, response_ids, self.sharding)
             start_s = time.monotonic()
-            logprobs = backend.score(self.model, prompt_ids, response_ids, shard, temperature=self.temperature)
+            routes: Any = [columns[field.name] for field in of_replay(self.model)]
+            logprobs = scored(backend, self.model, (prompt_ids, response_ids, *routes), shard, self.temperature)
             metrics = {"logprob_mean": logprobs.values.mean().item()} | division(shard)
             spared = shard.spared(prompt_ids.lengths)
             flops = backend.flops(self.model, prompt_ids, response_ids, training=False, spared=spared)
@@ -182,6 +186,17 @@ def sharding(
     quadratic = 0.0 if whole_rows else attention_cost(model)
     shares = group is not None and group.context_parallel == 1 and backend is not None and backend.shares
     return Sharding.of(microbatch, minibatches=minibatches, equal=equal, quadratic=quadratic, shares=shares)
+
+
+def scored(
+    backend: Engine, model: Model, samples: tuple[Ragged, Ragged] | tuple[Ragged, Ragged, Ragged], shard: Shard,
+    temperature: float,
+) -> Ragged:  # fmt: skip
+    """The logprobs of samples: prompts, responses and, with router replay, their experts."""
+    if len(samples) == 2:
+        return backend.score(model, *samples, shard, temperature=temperature)
+    prompt_ids, response_ids, routes = samples
+    return backend.score_replayed(model, prompt_ids, response_ids, shard, temperature=temperature, routes=routes)
 
 
 def division(shard: Shard) -> dict[str, float]:

@@ -14,8 +14,8 @@ from contextlib import aclosing
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any
 
-from pipeline import Graph, Model, Output, Stage, StageContext, StageError, Task, WorkerGroup
-from pipeline.declare.columns import Column, Columns, take
+from pipeline import Field, Graph, Model, Output, Stage, StageContext, StageError, Task, WorkerGroup
+from pipeline.declare.columns import Column, Columns, Ragged, take
 from pipeline.declare.parameters import Rule, at_least, broken, number, truth
 from pipeline.declare.work import Decoding, GpuPart, Load
 from pipeline.errors import Problem, shown
@@ -31,6 +31,7 @@ from stages.backends import (
     samples_of,
 )
 from stages.forecast import vllm
+from stages.routes import of_replay, replays
 from stages.tasks import alphabet_problems
 from stages.vocabulary import (
     MESSAGES,
@@ -60,6 +61,9 @@ _RULES = (
 )
 
 
+_WRITES = (PROMPT_IDS, RESPONSE, RESPONSE_IDS, ROLLOUT_LOGPROBS, TOKEN_VERSIONS, TRUNCATED)
+
+
 @dataclass(frozen=True)
 class Rollout(Stage):
     """Samples `samples_per_prompt` responses to each prompt.
@@ -73,7 +77,8 @@ class Rollout(Stage):
     chat          prompts are lists of messages (`Prompts(..., chat=True)`), formatted with the model's chat template
 
     A group is returned as soon as its last sample has ended; groups that end at the same token are returned together.
-    `token_versions` holds the version of the weights that sampled each token.
+    `token_versions` holds the version of the weights that sampled each token. With `Model(router_replay=True)`,
+    `routed_experts` holds the experts that computed each token (stages/routes.py).
     Metrics, means over samples: `length_mean` (tokens), `truncated` (fraction). With `WorkerGroup(speculate=...)` also
     `tokens_per_pass`, the mean number of tokens that a sample gains in a pass: about 1 if no draft is right.
     """
@@ -93,7 +98,7 @@ class Rollout(Stage):
 
     name = "rollout"
     shape = "stream"
-    writes = (PROMPT_IDS, RESPONSE, RESPONSE_IDS, ROLLOUT_LOGPROBS, TOKEN_VERSIONS, TRUNCATED)
+    writes = _WRITES
     reads_back = (SERVED_WEIGHTS,)
     stamps = TOKEN_VERSIONS
     per = "group"
@@ -102,6 +107,7 @@ class Rollout(Stage):
     def __post_init__(self) -> None:
         object.__setattr__(self, "group_size", self.samples_per_prompt)
         object.__setattr__(self, "reads", (MESSAGES,) if self.chat else (PROMPT,))
+        object.__setattr__(self, "writes", (*_WRITES, *of_replay(self.model)))
 
     @property
     def bounds(self) -> dict[str, int]:
@@ -207,6 +213,7 @@ class Rollout(Stage):
             top_k=self.top_k,
             stop=tuple(self.stop),
             min_p=self.min_p,
+            routes=replays(self.model),
         )
 
     def _output(self, backend: Engine, prompt_ids: Column, made: Generation, index: list[int]) -> Output:
@@ -219,6 +226,7 @@ class Rollout(Stage):
                 ROLLOUT_LOGPROBS.name: made.logprobs,
                 TOKEN_VERSIONS.name: made.versions,
                 TRUNCATED.name: made.truncated,
+                **{field.name: _stored(made.routes, field) for field in of_replay(self.model)},
             },
             metrics={
                 "length_mean": sum(lengths) / len(lengths),
@@ -227,6 +235,16 @@ class Rollout(Stage):
             },
             index=index,
         )
+
+
+def _stored(routes: Ragged | None, field: Field) -> Ragged:
+    """The experts in the dtype of their field, with its largest number for those that are not known."""
+    import torch
+
+    assert routes is not None, "a sampler that replays returns the routes that it was asked for"
+    dtype = getattr(torch, field.dtype)
+    known = routes.values.masked_fill(routes.values < 0, torch.iinfo(dtype).max)
+    return Ragged(known.to(dtype), routes.lengths)
 
 
 def _are_texts(value: Any) -> bool:

@@ -32,9 +32,10 @@ from stages.backends import (
     one_shard,
 )
 from stages.forecast.megatron import Passes, held
-from stages.logprobs import division, scoring_problems, sharding, speed
+from stages.logprobs import division, scored, scoring_problems, sharding, speed
 from stages.losses import ClippedLoss, PolicyLoss, has_own_formula, loss_problems
 from stages.rollout import Rollout
+from stages.routes import of_replay
 from stages.vocabulary import (
     ADVANTAGE,
     PREV_LOGPROBS,
@@ -86,11 +87,12 @@ class Train(Stage):
     effective sample size of those weights as a fraction of the tokens. `updates` that changed the weights; `skipped`
     updates with a non-finite loss or gradient; `staleness_mean` and `staleness_max`, the age of the tokens in versions
     relative to the trained weights; with a correction, `is_weight` (mean weight per token) and `is_changed` (the
-    fraction truncated or rejected). `padding`, the fraction of the computed tokens that is padding; `shared`,
-    the fraction of the samples' tokens that is not computed, since samples of a group share their prompt; `imbalance`,
-    the cost of the slowest rank over the mean of all ranks; `microbatches`, the passes of a rank per epoch. `flops`
-    of all forward and backward passes, counted from sequence lengths, a shared prompt once; `ranks` of the worker
-    group; `tflops_per_s` per rank; `utilization`, its fraction of the GPU's peak, if known.
+    fraction truncated or rejected); with router replay, `router_disagreement`, the fraction of tokens and layers for
+    which the trainer's router would have chosen other experts. `padding`, the fraction of the computed tokens that is
+    padding; `shared`, the fraction of the samples' tokens that is not computed, since samples of a group share their
+    prompt; `imbalance`, the cost of the slowest rank over the mean of all ranks; `microbatches`, the passes of a rank
+    per epoch. `flops` of all forward and backward passes, counted from sequence lengths, a shared prompt once; `ranks`
+    of the worker group; `tflops_per_s` per rank; `utilization`, its fraction of the GPU's peak, if known.
     """
 
     model: Model
@@ -128,6 +130,7 @@ class Train(Stage):
         object.__setattr__(self, "corrects_off_policy", described and self.loss.corrects_off_policy)
         if described and self.loss.needs_reference:
             reads = (*reads, REF_LOGPROBS)
+        reads = (*reads, *of_replay(self.model))
         if described:
             reads = tuple(dict.fromkeys((*reads, *self.loss.columns)))
         object.__setattr__(self, "reads", reads)
@@ -303,7 +306,8 @@ class TrainRunner:
         stage, column = self.stage, dict(columns)
         given: Any = {attribute: column.get(field.name) for attribute, field in _COLUMNS.items()}
         read: Any = {field.name: column[field.name] for field in stage.loss.columns}
-        batch = Batch(**given, columns=read)
+        routes: Any = next((column[field.name] for field in of_replay(stage.model)), None)
+        batch = Batch(**given, columns=read, routes=routes)
         shard = task.shard or one_shard(batch.prompt_ids, batch.response_ids, stage.sharding)
         start_s = time.monotonic()
         results, batch = self._updated(batch, shard)
@@ -318,7 +322,7 @@ class TrainRunner:
         """Make all updates. Returns their metrics, and the batch with its old logprobs."""
         stage, results = self.stage, []
         rest = rest_of(batch, shard) if batch.old_logprobs is None else None
-        scored = self.backend.score(stage.model, *rest, temperature=stage.temperature).rows() if rest else []
+        later = scored(self.backend, stage.model, *rest, stage.temperature).rows() if rest else []
         for update in shard.updates * stage.epochs:
             results.append(
                 self.learner.update(
@@ -326,7 +330,7 @@ class TrainRunner:
                 )
             )
             if batch.old_logprobs is None:
-                batch = replace(batch, old_logprobs=Ragged.of([*self.learner.own_logprobs().rows(), *scored]))
+                batch = replace(batch, old_logprobs=Ragged.of([*self.learner.own_logprobs().rows(), *later]))
         return results, batch
 
     def _ages(self, batch: Batch, versions: Any, task: Task) -> dict[str, float]:
@@ -366,7 +370,7 @@ class TrainRunner:
             return {}
         flops *= stage.epochs
         if stage.prev == OWN and (rest := rest_of(batch, shard)):
-            prompt_ids, response_ids, later = rest
+            (prompt_ids, response_ids, *_), later = rest
             spared = later.spared(prompt_ids.lengths)
             flops += self.backend.flops(stage.model, prompt_ids, response_ids, training=False, spared=spared) or 0.0
         total = self.ranks.totals({"flops": flops, "s": taken_s}, largest=("s",))

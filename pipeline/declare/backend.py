@@ -41,6 +41,8 @@ class Backend:
     own_classes  whether it builds models from its own classes and safetensors only, so that it cannot run code that
               comes with a model; Model(trust_remote_code=True) is then refused
     adapts    whether it trains or serves adapters; Model(lora=...) is refused otherwise
+    replays   the devices on which it returns the experts that it chose, or computes with given ones: "cpu", "cuda";
+              Model(router_replay=True) is refused on others
     """
 
     name: str
@@ -56,6 +58,7 @@ class Backend:
     slices: bool = False
     own_classes: bool = False
     adapts: bool = False
+    replays: tuple[str, ...] = ()
 
 
 PLAIN = Backend(name="python")  # plain functions
@@ -99,6 +102,12 @@ _RULES = (
         lambda names: isinstance(names, tuple | list) and all(isinstance(name, str) for name in names),
         "packages are those that its workers import, a tuple of strings",
         "packages=('torch',)",
+    ),
+    Rule(
+        "replays",
+        lambda devices: isinstance(devices, tuple | list) and set(devices) <= {"cpu", "cuda"},
+        "replays names the devices on which experts can be returned or given",
+        "replays=('cpu', 'cuda')",
     ),
     Rule(
         "opener",

@@ -50,6 +50,7 @@ from stages.lora import LoRA, group_problems, lora_problems
 from stages.model_files import code_problems, lacking_problems, tokenizer_faults
 from stages.model_shape import known_config, read_config, shape_faults
 from stages.model_weights import weight_faults
+from stages.routes import mixture_problems, replay_problems
 
 __all__ = [
     "BACKENDS",
@@ -93,6 +94,7 @@ for _backend in (
         checks="stages.backends.torch.limits:problems",
         separates=False,
         adapts=True,
+        replays=("cpu", "cuda"),
     ),
     Backend(
         name="vllm",
@@ -105,6 +107,7 @@ for _backend in (
         leads=True,
         own_classes=True,
         adapts=True,
+        replays=("cuda",),
     ),
     Backend(
         name="megatron",
@@ -118,6 +121,7 @@ for _backend in (
         slices=True,
         own_classes=True,
         adapts=True,
+        replays=("cpu", "cuda"),
     ),
 ):
     register(_backend)
@@ -245,6 +249,7 @@ def backend_problems(
         yield from (_trusts(model, backend) for model in stage.uses if model.trust_remote_code is True)
     for model in stage.uses if stage else ():
         yield from group_problems(model, group)
+        yield from replay_problems(model, group)
     not_found = list(_import_problems(backend, group))
     yield from [] if not_found else _own_checks(backend, group, stage, where)
     yield from list(_package_problems(backend, group, has)) or not_found  # a missing package may explain the rest
@@ -351,6 +356,8 @@ def model_problems(model: Model) -> Iterator[Problem]:
          "trust_remote_code=False"),
         ("lora", isinstance(model.lora, LoRA | None), "an adapter is described by LoRA, or there is none",
          "lora=LoRA(rank=16)"),
+        ("router_replay", isinstance(model.router_replay, bool), "router_replay must be True or False",
+         "router_replay=True"),
     ):  # fmt: skip
         if not legal:
             what = f"{name}={shown(getattr(model, name))} of a Model"
@@ -366,6 +373,7 @@ def model_problems(model: Model) -> Iterator[Problem]:
             fix=f"correct {kind}.problems()",
         )
     yield from lora_problems(model)
+    yield from mixture_problems(model)
     if model.config is None:
         yield from _folder_problems(model)
         return

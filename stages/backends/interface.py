@@ -31,6 +31,7 @@ class Sampling:
     Probabilities are softmax(logits / temperature), truncated by `min_p` (a fraction of the largest one), then `top_k`
     (0 means all), then `top_p`, and renormalized. `greedy` takes the most probable token instead and ignores the other
     settings. A response ends with an end-of-sequence token, with one of the `stop` texts, or after `max_tokens` tokens.
+    `routes` asks for the experts of each token.
     """
 
     max_tokens: int
@@ -40,6 +41,7 @@ class Sampling:
     stop: tuple[str, ...] = ()
     greedy: bool = False
     min_p: float = 0.0
+    routes: bool = False
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,8 @@ class Generation:
     token) are the policy versions of the weights that computed each token's logits. If the version rises within a
     response, the torch backend keeps the KV cache of earlier tokens, computed by older weights; vLLM recomputes it.
     `passes` of the model that the samples took part in, all together, are counted with speculation; else it is 0.
+    `routes` are the experts of each token, if they were asked for, as the field of stages/routes.py has them, in any
+    integer dtype; -1 for those that are not known.
     """
 
     response_ids: Ragged
@@ -74,6 +78,7 @@ class Generation:
     truncated: torch.Tensor
     versions: Ragged
     passes: int = 0
+    routes: Ragged | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,7 +151,8 @@ class Optimization:
 class Batch:
     """The samples of updates. `old_logprobs` are the denominator of the ratio, None for those of the update's own pass,
     without a gradient; `rollout_logprobs` are the sampler's, for a correction, and `ref_logprobs` the frozen model's,
-    for a KL term. `columns` are additional fields that the loss reads, one value per sample or per response token."""
+    for a KL term. `columns` are additional fields that the loss reads, one value per sample or per response token.
+    `routes` are the experts to compute each token with (stages/routes.py); without them, routers choose."""
 
     prompt_ids: Ragged
     response_ids: Ragged
@@ -155,6 +161,7 @@ class Batch:
     rollout_logprobs: Ragged | None = None
     ref_logprobs: Ragged | None = None
     columns: Mapping[str, torch.Tensor | Ragged] = field(default_factory=dict)
+    routes: Ragged | None = None
 
     def __len__(self) -> int:
         return len(self.prompt_ids)
@@ -172,6 +179,7 @@ class Batch:
                 name: part(column, samples) if isinstance(column, Ragged) else column[list(samples)]
                 for name, column in self.columns.items()
             },
+            None if self.routes is None else part(self.routes, samples),
         )
 
 
@@ -217,7 +225,7 @@ class Learner(Protocol):
         """Run one optimizer update from the microbatches of `update`, which are positions in `batch`.
 
         Returns, equal on all ranks: loss, clip_fraction, ratio_max, grad_norm, lr, entropy, skipped, and, depending on
-        the loss, kl and the metrics of its correction.
+        the loss, kl and the metrics of its correction; if the batch has routes, router_disagreement.
         """
 
     def own_logprobs(self) -> Ragged:
@@ -343,5 +351,21 @@ class Quantizing(Protocol):
         record has `quant_error`, the relative error, and that of each layer."""
 
 
-class Engine(Sampler, Trainer, Quantizing, Judge, Protocol):
+class Replaying(Protocol):
+    """A trainer that also computes tokens with given experts; its learner does so if the batch has `routes`."""
+
+    def score_replayed(
+        self,
+        model: Model,
+        prompt_ids: Ragged,
+        response_ids: Ragged,
+        shard: Shard,
+        *,
+        temperature: float,
+        routes: Ragged,
+    ) -> Ragged:
+        """What `score` returns, of the trained copy with these experts (stages/routes.py)."""
+
+
+class Engine(Sampler, Trainer, Quantizing, Replaying, Judge, Protocol):
     """All methods. One engine holds the models of all stages on its worker; a backend may implement only a part."""

@@ -36,6 +36,7 @@ from stages.backends.device import Parking, bytes_in_use, host_copy, sent
 from stages.backends.interface import Batch, Learner, Optimization, Route
 from stages.backends.model.padding import pad_right
 from stages.backends.model.places import Placed
+from stages.backends.model.routes import Disagreement
 from stages.backends.model.tensor_files import write_tensors
 from stages.backends.model.text import Tokenizers, identity
 from stages.backends.objective import MAXIMA, Scored, on_device, read
@@ -58,6 +59,7 @@ class BaseLearner(Learner, ABC):
         self.parking = Parking(device)
         self._own: dict[int, torch.Tensor] = {}  # by sample: the logprobs of an update's own pass, on the device
         self._own_logprobs: Ragged | None = None
+        self.disagreement: Disagreement | None = None  # of the routers with the batch's routes
 
     def update(
         self, batch: Batch, loss: PolicyLoss, *, temperature: float, update: Update, packed: bool = False
@@ -66,6 +68,8 @@ class BaseLearner(Learner, ABC):
         as skipped."""
         self.parking.arrive()
         self._own.clear()
+        if self.disagreement:
+            self.disagreement.clear()
         with self._computing():
             sums: dict[str, float] = {}
             for found in read(self._backward(batch, loss, temperature, update, packed)):
@@ -81,6 +85,8 @@ class BaseLearner(Learner, ABC):
         self.updates += 1
         self.skipped += not finite
         means = {name: value if name in ("loss", *MAXIMA) else value / update.tokens for name, value in sums.items()}
+        if self.disagreement and batch.routes:
+            means["router_disagreement"] = self.disagreement.share(self._device)
         return means | {"grad_norm": norm, "lr": rate, "skipped": float(not finite)}
 
     def own_logprobs(self) -> Ragged:

@@ -37,6 +37,7 @@ from stages.backends.megatron.folder import gathered
 from stages.backends.megatron.groups import Groups, join
 from stages.backends.megatron.learner import MegatronLearner
 from stages.backends.megatron.parts import stage_layers
+from stages.backends.model.decoder import Sparse
 from stages.lora import LoRA
 from stages.losses import ClippedLoss, TruncatedIS
 from tests.engines.gathered_attention import GatheredAttention
@@ -157,7 +158,7 @@ SHAPES = {  # sizes that ranks do not divide evenly
 @dataclass(frozen=True)
 class Case:
     """One model on one layout of two or four ranks; `microbatching` as in a stage. The samples of a `grouped` batch
-    share prompts."""
+    share prompts. With `replay`, most tokens have given experts."""
 
     family: str
     layout: RankLayout
@@ -167,6 +168,13 @@ class Case:
     recompute: bool = False
     grouped: bool = False
     lora: LoRA | None = None
+    replay: bool = False
+
+    @property
+    def alone(self) -> str:
+        """What is to have the numbers of this case: one rank's measurement."""
+        grouped, replay = "grouped " * self.grouped, "replay " * self.replay
+        return f"{grouped}{replay}{'adapter ' if self.lora else ''}{self.family}"
 
 
 ADAPTER = LoRA(rank=4, alpha=8)
@@ -213,6 +221,16 @@ CASES = {
     "hybrid, experts, tensor": Case("nemotron_h, latent", RankLayout(tensor=2), microbatching=Packed(64)),
     "hybrid, experts, apart": Case("nemotron_h, experts", RankLayout(data=2), expert=2),
     "hybrid, shared, data": Case("nemotron_h", RankLayout(data=2), microbatching=Packed(40), grouped=True),
+    "replay, tensor": Case(
+        "glm4_moe", RankLayout(tensor=2), expert=2, expert_tensor=1, microbatching=Packed(64), replay=True
+    ),
+    "replay, pipeline": Case(
+        "qwen3_moe", RankLayout(pipeline=2), microbatching=Packed(40), recompute=True, replay=True
+    ),
+    "replay, context": Case("qwen3_moe", RankLayout(context=2), expert=2, microbatching=Packed(64), replay=True),
+    "replay, shared": Case(
+        "deepseek_v3", RankLayout(data=2), expert=2, microbatching=Packed(64), grouped=True, replay=True
+    ),
     "latent, shared, tensor": Case("deepseek_v3, plain", RankLayout(tensor=2), microbatching=Packed(40), grouped=True),
 }
 OF_FOUR = {
@@ -267,6 +285,22 @@ def frozen_batch(*, grouped: bool = False) -> Batch:
     return Batch(prompts, responses, advantage, logprobs(), logprobs(), logprobs())
 
 
+def given_experts(batch: Batch, layers: int, *, grouped: bool) -> Ragged:
+    """Return two of four experts for most tokens and layers, and none for every fifth token. Samples that share a
+    prompt have the same ones for it."""
+    generator = torch.Generator().manual_seed(9)
+
+    def experts(tokens: int) -> torch.Tensor:
+        made = torch.rand(tokens, layers, 4, generator=generator).topk(2).indices.to(torch.uint8)
+        made[::5] = 255
+        return made
+
+    firsts = [0] * GROUPS[0] + [GROUPS[0]] * GROUPS[1] if grouped else range(len(batch))
+    prompts = [experts(length) for length in batch.prompt_ids.lengths]
+    responses = [experts(length - 1) for length in batch.response_ids.lengths]
+    return Ragged.of([torch.cat([prompts[first], own]).flatten() for first, own in zip(firsts, responses)])
+
+
 def shards_of(
     batch: Batch, microbatching: Microbatching, ranks: int, minibatches: int = 1, groups: Sequence[int] = ()
 ) -> list[Shard]:
@@ -291,7 +325,10 @@ def measure(engine: MegatronEngine, folder: Path, case: Case) -> tuple[dict[str,
     """Return logprobs before the first update, its gradients, weights and logprobs after two updates, and metrics.
 
     Raises AssertionError if the exported weights are not byte for byte those that were loaded."""
-    model, whole = Model(str(folder), lora=case.lora), frozen_batch(grouped=case.grouped)
+    model, whole = Model(str(folder), lora=case.lora, router_replay=case.replay), frozen_batch(grouped=case.grouped)
+    if case.replay:
+        layers = sum(isinstance(layer.mlp, Sparse) for layer in engine.network(model).shape.layers)
+        whole = replace(whole, routes=given_experts(whole, layers, grouped=case.grouped))
     ranks = engine.groups.ranks
     groups = GROUPS if case.grouped else ()
     shard = shards_of(whole, case.microbatching, ranks.layout.data, groups=groups)[ranks.replica]
@@ -308,7 +345,17 @@ def measure(engine: MegatronEngine, folder: Path, case: Case) -> tuple[dict[str,
         assert {core.recomputed for core in cores} == {case.recompute}
     assert numbers == [layer + 1 for layer in stage_layers(len(learner.network.shape.layers), part.stages)[part.stage]]
     loaded = engine.trained_weights(model)
-    before = engine.score(model, *given, temperature=TEMPERATURE)
+
+    def scored() -> Ragged:
+        if batch.routes is None:
+            return engine.score(model, *given, temperature=TEMPERATURE)
+        return engine.score_replayed(model, *given, temperature=TEMPERATURE, routes=batch.routes)
+
+    before = scored()
+    as_loaded = before
+    if case.replay:
+        as_loaded = engine.score(model, *given, temperature=TEMPERATURE)
+        assert not torch.equal(before.values, as_loaded.values)
     found, metrics = gradients(learner, batch, shard), {}
     if ranks.rank == 0 and case.lora is None:
         saved = load_file(folder / "model.safetensors")
@@ -318,10 +365,10 @@ def measure(engine: MegatronEngine, folder: Path, case: Case) -> tuple[dict[str,
         made = learner.update(batch, LOSS, temperature=TEMPERATURE, update=shard.updates[0], packed=shard.packed)
         metrics |= {f"{number} {name}": value for name, value in made.items()}
     trained = engine.trained_weights(model)
-    after = engine.score(model, *given, temperature=TEMPERATURE)
+    after = scored()
     frozen = engine.score(model.frozen(), *given, temperature=TEMPERATURE)
     again = engine.trained_weights(model)
-    metrics["frozen is as before"] = float(torch.equal(frozen.values, before.values))
+    metrics["frozen is as before"] = float(torch.equal(frozen.values, as_loaded.values))
     metrics["trained is unchanged"] = float(weight_hash(again) == weight_hash(trained))
     own = replace(batch, old_logprobs=None)
     made = learner.update(own, LOSS, temperature=TEMPERATURE, update=shard.updates[0], packed=shard.packed)

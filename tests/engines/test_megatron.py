@@ -84,6 +84,10 @@ CASES = (
     "hybrid, experts, tensor",
     "hybrid, experts, apart",
     "hybrid, shared, data",
+    "replay, tensor",
+    "replay, pipeline",
+    "replay, context",
+    "replay, shared",
     "latent, shared, tensor",
     "4, pipeline, 5 layers",
     "4, tensor, 2 key-value heads",
@@ -164,6 +168,8 @@ def alone(cases: Any, groups: Any, folder: Path) -> dict[str, Any]:
     adapted = {case.family for case in cases.CASES.values() if case.lora}
     given |= {f"adapter {family}": replace(given[family], lora=cases.ADAPTER) for family in adapted}
     given |= {f"grouped {family}": replace(given[family], grouped=True) for family in FAMILIES}
+    replayed = [case for case in cases.CASES.values() if case.replay]
+    given |= {case.alone: replace(given[case.family], grouped=case.grouped, replay=True) for case in replayed}
     return {
         name: cases.measure(cases.MegatronEngine(groups), folder / case.family, case) for name, case in given.items()
     }
@@ -229,25 +235,36 @@ def test_an_exported_folder_is_one_that_transformers_loads(
         assert torch.equal(one(ids).logits, two(ids).logits)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen2", "glm4_moe", "deepseek_v3", "nemotron_h"])
+@pytest.mark.parametrize(
+    "measured",
+    [
+        "qwen3", "qwen2", "glm4_moe", "deepseek_v3", "nemotron_h",
+        "replay qwen3_moe", "replay glm4_moe", "grouped replay deepseek_v3",
+    ],
+)  # fmt: skip
 def test_one_rank_trains_as_the_torch_backend_does(
-    cases: Any, alone: dict[str, Any], folder: Path, family: str
+    cases: Any, alone: dict[str, Any], folder: Path, measured: str
 ) -> None:
     from transformers import AutoModelForCausalLM
 
     from stages.backends.model.places import in_folder
     from stages.backends.torch.optimize import TorchLearner
+    from stages.backends.torch.routers import Routers
 
-    batch = cases.frozen_batch()
+    family, grouped, replay = measured.split()[-1], "grouped" in measured, "replay" in measured
+    batch = cases.frozen_batch(grouped=grouped)
     (shard,) = cases.shards_of(batch, Plain(3), 1)
     network = AutoModelForCausalLM.from_pretrained(folder / family, dtype=torch.float32).eval()
-    learner = TorchLearner(network, cases.OPTIMIZATION, pad=0)
+    routers = Routers(network) if replay else None
+    if routers:
+        batch = replace(batch, routes=cases.given_experts(batch, routers.layers, grouped=grouped))
+    learner = TorchLearner(network, cases.OPTIMIZATION, pad=0, routers=routers)
     learner._backward(batch, cases.LOSS, cases.TEMPERATURE, shard.updates[0], packed=False)
     parameters = dict(network.named_parameters())
     alike = [name for name in parameters if ".mlp.experts." not in name]  # transformers fuses those of experts
     gradients = {name: parameters[name].grad.clone() for name in alike}
     learner.optimizer.zero_grad()
-    tensors, metrics = alone[family]
+    tensors, metrics = alone[measured]
     for number in range(2):
         made = learner.update(batch, cases.LOSS, temperature=cases.TEMPERATURE, update=shard.updates[0])
         assert {name.removeprefix(f"{number} ") for name in metrics if name.startswith(f"{number} ")} == made.keys()
@@ -357,8 +374,13 @@ def test_several_ranks_give_the_numbers_of_one(
         assert not [key for key in other if not key.startswith("sample ")]  # only rank 0 writes weights and gradients
         assert all(torch.equal(found[key], other[key]) for key in found.keys() & other.keys())
         found |= other
-    kind = "grouped " if case.grouped else "adapter " if case.lora else ""
-    compare(found, metrics, *alone[f"{kind}{case.family}"])
+    wanted, wanted_metrics = alone[case.alone]
+    if case.replay and case.grouped:  # tokens of a shared prompt are counted once
+        metrics, wanted_metrics = (
+            {name: value for name, value in each.items() if "disagreement" not in name}
+            for each in (metrics, wanted_metrics)
+        )
+    compare(found, metrics, wanted, wanted_metrics)
 
 
 def test_all_cases_are_compared(cases: Any) -> None:

@@ -219,9 +219,9 @@ def test_the_engine_reports_a_sample_every_64_tokens(backend: Any, model: Model,
     seen: dict[str, list[int]] = {}
 
     async def counted(llm: Any, prompt: Any, params: Any, name: str, *others: Any) -> Any:
-        async for tokens, ended in outputs(llm, prompt, params, name, *others):
+        async for tokens, *rest in outputs(llm, prompt, params, name, *others):
             seen.setdefault(name, []).append(len(tokens))
-            yield tokens, ended
+            yield tokens, *rest
 
     outputs = client.versions.outputs
     monkeypatch.setattr(client.versions, "outputs", counted)

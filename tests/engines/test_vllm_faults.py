@@ -78,12 +78,12 @@ def streamed(backend: Any, model: Model, meanwhile: Callable[[], None] = lambda:
     even if the engine is faster."""
     over, outputs = threading.Event(), versions.outputs
 
-    async def held(*given: Any) -> AsyncIterator[tuple[list[int], str | None]]:
-        async for tokens, ended in outputs(*given):
-            yield tokens, None
+    async def held(*given: Any) -> AsyncIterator[tuple[list[int], str | None, Any]]:
+        async for tokens, ended, experts in outputs(*given):
+            yield tokens, None, None
             while not over.is_set():
                 await asyncio.sleep(POLL_S)
-            yield tokens, ended
+            yield tokens, ended, experts
 
     def disturb() -> None:
         try:

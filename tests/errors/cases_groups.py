@@ -90,6 +90,8 @@ def model(name: str, parameters: str) -> Case:
 
 
 SHAPED = f"Model('tiny', config={TINY_QWEN3!r}, alphabet=task.alphabet)"
+QWEN3_TINY = "'tiny', config={'model_type': 'qwen3'}, alphabet=task.alphabet"
+MIXTURE = f"Model({QWEN3_TINY.replace('qwen3', 'qwen3_moe')}, router_replay=True)"
 WIDER = SHAPED.replace("task.", "'a' + task.")  # one more token
 
 GROUPS = [
@@ -310,6 +312,27 @@ MODELS = [
         '"tiny", config={"model_type": "qwen3"}, alphabet=task.alphabet, warm_start=Supervised(task, until=40)',
     ),
     Case("model_folder_of_no_model", {"policy": 'Model("./last")'}, files={"last/optimizer.pt": b""}),
+    model("replay_of_a_model_without_experts", f"{QWEN3_TINY}, router_replay=True"),
+    model("replay_is_a_number", f"{QWEN3_TINY}, router_replay=1"),
+    Case(
+        "replay_with_vllm_on_a_cpu",
+        {"policy": MIXTURE, "sampler": 'WorkerGroup("sampler", backend="vllm")'},
+        at=("policy",),
+    ),
+    Case(
+        "replay_with_drafts",
+        {
+            "policy": MIXTURE,
+            "sampler": 'WorkerGroup("sampler", backend="vllm", gpus=1, speculate=2)',
+            "learner": 'WorkerGroup("learner", backend="torch", gpus=1)',
+        },
+        at=("policy",),
+    ),
+    Case(
+        "replay_of_a_rollout_of_another_model",
+        {"policy": MIXTURE, "rollout": "Rollout(policy.frozen(), on=sampler, samples_per_prompt=2, max_tokens=3)"},
+        at=("prev",),
+    ),
 ]
 APART = {"scorers": 'WorkerGroup("scorers", python="/bin/true")'}
 EXECUTORS = [

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoConfig
 
-from pipeline import Model, StageContext
+from pipeline import Model, StageContext, StageError
 from pipeline.declare.columns import Ragged
 from pipeline.declare.saved_model import write_tensors_json
 from pipeline.declare.sharding import Shard
@@ -38,6 +38,7 @@ from stages.backends.model.folder import base_of, model_folder, write_adapter_de
 from stages.backends.model.places import Placed
 from stages.backends.model.text import identity
 from stages.backends.trainer import BaseTrainer
+from stages.routes import mixture_problems
 
 
 def open_engine(context: StageContext) -> MegatronEngine:
@@ -90,6 +91,15 @@ class MegatronEngine(BaseTrainer):
             with without(held.network) if model.lora else self._frozen(held):
                 return score(held.network, prompt_ids, response_ids, shard, temperature=temperature)
 
+    def score_replayed(
+        self, model: Model, prompt_ids: Ragged, response_ids: Ragged, shard: Shard, *, temperature: float,
+        routes: Ragged,
+    ) -> Ragged:  # fmt: skip
+        """Logprobs of the response tokens under the trained copy, with given experts; on all ranks."""
+        network = self.network(model)
+        with self.groups.computing():
+            return score(network, prompt_ids, response_ids, shard, temperature=temperature, routes=routes)
+
     def trained_weights(self, model: Model) -> dict[str, torch.Tensor]:
         """A snapshot of the trained copy by Hugging Face name, on rank 0; an empty dict on the others."""
         return dict(self._gathered(model))
@@ -131,6 +141,8 @@ class MegatronEngine(BaseTrainer):
             folder = model_folder(key, self.run_dir)
             entries = AutoConfig.from_pretrained(folder, trust_remote_code=False).to_dict()
             where = f"{model.location}, model {model.source!r}"
+            if problems := list(mixture_problems(key, entries)):
+                raise StageError(*problems)
             decoder = decoder_of(entries, where)
             with self.groups.computing():
                 kernels = fused.fused_on(self.groups)

@@ -24,7 +24,7 @@ from stages.backends.megatron.fused import Fused
 from stages.backends.megatron.latent import LatentAttention, LatentParts
 from stages.backends.megatron.latent_mixture import LatentMixture
 from stages.backends.megatron.parts import Part, stage_layers
-from stages.backends.megatron.router import Router, SigmoidRouter
+from stages.backends.megatron.router import ReplayingRouter, Router, SigmoidRouter
 from stages.backends.megatron.state_space import StateSpaceMixer
 from stages.backends.model.decoder import Decoder, Grouped, Latent, Layer, Sparse, StateSpace
 
@@ -45,9 +45,21 @@ class RecomputableLayer(TransformerLayer):
     def forward(self, *given: Any, **named: Any) -> Any:
         """Like the base class."""
         if self.recomputes and torch.is_grad_enabled():
+            again = partial(self._again, self.router.given_TK if self.router else None)
             return checkpoint(
-                super().forward, *given, use_reentrant=False, preserve_rng_state=False, **named
+                again, *given, use_reentrant=False, preserve_rng_state=False, **named
             )  # there is no dropout
+        return super().forward(*given, **named)
+
+    @property
+    def router(self) -> ReplayingRouter | None:
+        """The router of its mixture of experts."""
+        return getattr(self.mlp, "router", None)
+
+    def _again(self, experts: torch.Tensor | None, *given: Any, **named: Any) -> Any:
+        """The same computation, with the experts of that pass: other passes may have begun meanwhile."""
+        if self.router:
+            self.router.given_TK = experts
         return super().forward(*given, **named)
 
 
@@ -98,10 +110,8 @@ def _layer(layer: Layer, decoder: Decoder, part: Part, attention: type, fused: F
         parts.pre_mlp_layernorm = parts.mlp = IdentityOp
         parts.mlp_bda = IdentityFuncOp
     elif isinstance(layer.mlp, Sparse):
-        if layer.mlp.sigmoid:
-            parts.mlp.submodules.router = partial(SigmoidRouter, layer.mlp)
-        elif not part.fused_norms:
-            parts.mlp.submodules.router = Router
+        softmax = ReplayingRouter if part.fused_norms else Router
+        parts.mlp.submodules.router = partial(SigmoidRouter, layer.mlp) if layer.mlp.sigmoid else softmax
         if layer.mlp.latent:
             parts.mlp = replace(parts.mlp, module=LatentMixture, params={"latent": layer.mlp.latent})
     return ModuleSpec(module=RecomputableLayer, params=layer_spec.params, submodules=parts)

@@ -34,6 +34,7 @@ class MegatronLearner(BaseLearner):
     def __init__(self, network: Network, settings: Optimization) -> None:
         super().__init__(settings, network.groups.device, network.groups.ranks)
         self.network, self.groups, self._computing = network, network.groups, network.groups.computing
+        self.disagreement = network.disagreement
         if settings.checkpoint_activations:
             network.recompute()
         half = network.config.params_dtype == torch.bfloat16
@@ -86,7 +87,8 @@ class MegatronLearner(BaseLearner):
             samples = update.microbatches[number].samples
             return self._objective(batch, loss, update, samples, row.rectangle(logprobs_R), entropy_NT, row.mask)
 
-        rows = rows_of(batch.prompt_ids, batch.response_ids, update.microbatches, self.groups, packed=packed)
+        samples = (batch.prompt_ids, batch.response_ids, batch.routes)
+        rows = rows_of(*samples, update.microbatches, self.network, packed=packed)
         return run(self.buffered, self.network, rows, finish, backward=True)
 
     def _from_last(self, values: torch.Tensor) -> torch.Tensor:

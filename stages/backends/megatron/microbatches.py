@@ -41,6 +41,7 @@ class PassRow:
     packed                the starts of a packed row's samples, also of a slice's whole row; or a `SharedRow`
     keep_M, targets_M     indices in [S * N], position-major, at which response tokens are predicted, and the tokens
     here_M                of a slice: which of the R response tokens these are
+    experts               of each position, [S, N, layers with experts, experts chosen]; None if routers choose
     lengths, width        response lengths, and the width of the rectangle that they are padded to
     """
 
@@ -52,6 +53,7 @@ class PassRow:
     lengths: tuple[int, ...]
     width: int
     here_M: torch.Tensor | None = None
+    experts: torch.Tensor | None = None
 
     @cached_property
     def mask(self) -> torch.Tensor:

@@ -27,8 +27,11 @@ from stages.backends.megatron.groups import Groups
 from stages.backends.megatron.layers import block
 from stages.backends.megatron.microbatches import PassRow
 from stages.backends.megatron.names import padded_vocab, parameters
+from stages.backends.megatron.parts import stage_layers
 from stages.backends.megatron.rotary import frequencies
-from stages.backends.model.decoder import Decoder
+from stages.backends.megatron.router import ReplayingRouter
+from stages.backends.model.decoder import Decoder, Sparse
+from stages.backends.model.routes import Disagreement
 
 
 class Network(GPTModel):
@@ -49,6 +52,8 @@ class Network(GPTModel):
             pg_collection=groups.process,
         )
         self.shape, self.groups, self.part, self.fused = decoder, groups, part, fused
+        self.disagreement = Disagreement()
+        self.routers = self._numbered_routers()
         self.frequencies_D = frequencies(decoder.rope).to(groups.device) if decoder.rope else None
         # Megatron-core marks weights as divided when it initializes them, and biases always. These weights are loaded;
         # without the mark, the gradient norm would count only one rank's part.
@@ -61,9 +66,19 @@ class Network(GPTModel):
             if (dim := table[name].divided) is not None and not hasattr(parameter, "tensor_model_parallel"):
                 set_tensor_model_parallel_attributes(parameter, True, dim, 1)
 
+    def _numbered_routers(self) -> dict[int, ReplayingRouter]:
+        """The routers of this stage, by their number among those of all stages."""
+        own = stage_layers(len(self.shape.layers), self.part.stages)[self.part.stage]
+        sparse = [i for i, layer in enumerate(self.shape.layers) if isinstance(layer.mlp, Sparse)]
+        routers = {sparse.index(i): layer.router for i, layer in zip(own, self.decoder.layers) if i in sparse}
+        for router in routers.values():
+            router.disagreement = self.disagreement
+        return routers
+
     def forward(self, row: PassRow) -> torch.Tensor:
         """Returns [S, N, H], or its tensor-parallel share of S. Later stages get their input from
         `set_input_tensor`."""
+        self._give(row.experts)
         hidden_SNH = None
         if self.pre_process:
             hidden_SNH = self.embedding(input_ids=row.ids_NS, position_ids=row.positions_S)
@@ -73,6 +88,16 @@ class Network(GPTModel):
             rotary_pos_emb=self._angles(row),
             packed_seq_params=row.packed,
         )
+
+    def _give(self, experts: torch.Tensor | None) -> None:
+        """Let the routers have the experts of the next pass."""
+        for layer, router in self.routers.items():
+            given = None if experts is None else self._of_rank(experts)[:, :, layer].flatten(0, 1)
+            router.given_TK = given
+
+    def _of_rank(self, values_S: torch.Tensor) -> torch.Tensor:
+        """The tensor-parallel share of S."""
+        return values_S.chunk(self.part.tensors)[self.part.tensor]
 
     def _angles(self, row: PassRow) -> torch.Tensor | None:
         """Angles of the rotary embedding, [S, 1, 1, D], whose halves are equal."""

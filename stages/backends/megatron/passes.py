@@ -7,6 +7,7 @@ Legend: R response tokens of a microbatch.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -20,11 +21,13 @@ from pipeline import StageError
 from pipeline.declare.columns import Ragged
 from pipeline.declare.sharding import Microbatch, Shard
 from pipeline.errors import Problem
+from stages.backends.device import sent
 from stages.backends.interface import part
-from stages.backends.megatron.groups import Groups
 from stages.backends.megatron.microbatches import PassRow, row_of, tokens_of
 from stages.backends.megatron.network import Network
 from stages.backends.megatron.slices import Slices
+from stages.backends.model.decoder import Sparse
+from stages.backends.model.routes import numbered, table
 
 
 def run(
@@ -81,10 +84,13 @@ def _finished(
 
 
 def rows_of(
-    prompt_ids: Ragged, response_ids: Ragged, microbatches: Sequence[Microbatch], groups: Groups, *, packed: bool
-) -> list[Callable[[], PassRow]]:
-    """Functions that create each microbatch's row. Replicas that share experts first agree on its tokens, collectively:
-    one of a replica's ranks in each expert-parallel group suffices, since all of them have the same tokens."""
+    prompt_ids: Ragged, response_ids: Ragged, routes: Ragged | None, microbatches: Sequence[Microbatch],
+    network: Network, *, packed: bool,
+) -> list[Callable[[], PassRow]]:  # fmt: skip
+    """Functions that create each microbatch's row, with the experts of its tokens if there are `routes`. Replicas that
+    share experts first agree on its tokens, collectively: one of a replica's ranks in each expert-parallel group
+    suffices, since all of them have the same tokens."""
+    groups = network.groups
     how: Any = {
         "packed": packed,
         "multiple": groups.layout.tensor,  # of positions: tensor-parallel ranks divide the sequence
@@ -99,7 +105,25 @@ def rows_of(
         largest = torch.tensor(counts, device=groups.device)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=groups.process.ep)
         least = largest.tolist()
-    return [partial(row_of, *cut, **how, least=size, device=groups.device) for cut, size in zip(cuts, least)]
+    makes = [partial(row_of, **how, least=size, device=groups.device) for size in least]
+    if routes is None:
+        return [partial(make, *cut) for make, cut in zip(makes, cuts)]
+    given = [part(routes, each.samples) for each in microbatches]
+    return [partial(_replaying, network, make, each, *cut) for make, each, cut in zip(makes, given, cuts)]
+
+
+def _replaying(
+    network: Network, make: Callable[[Ragged, Ragged, Microbatch], PassRow], routes: Ragged,
+    prompt_ids: Ragged, response_ids: Ragged, microbatch: Microbatch,
+) -> PassRow:  # fmt: skip
+    """A row with the experts of its tokens. A shared prompt has those of its first sample."""
+    lengths, mixture = (prompt_ids.lengths, response_ids.lengths), network.shape.mixture
+    assert mixture is not None, "checked when the model was loaded"
+    layers = sum(isinstance(layer.mlp, Sparse) for layer in network.shape.layers)
+    given = table(routes, *lengths, layers=layers, chosen=mixture.chosen)
+    places = make(*numbered(*lengths, microbatch.shared), microbatch)  # a row of numbers in the place of tokens
+    row = make(prompt_ids, response_ids, microbatch)
+    return replace(row, experts=sent(given, row.ids_NS.device)[places.ids_NS.T])
 
 
 def _check_shared(prompt_ids: Ragged, microbatch: Microbatch) -> None:
@@ -116,15 +140,19 @@ def _check_shared(prompt_ids: Ragged, microbatch: Microbatch) -> None:
         )
 
 
-def score(network: Network, prompt_ids: Ragged, response_ids: Ragged, shard: Shard, *, temperature: float) -> Ragged:
-    """Logprobs of the response tokens on all ranks: float32, at most 0, on the CPU, in sample order."""
+def score(
+    network: Network, prompt_ids: Ragged, response_ids: Ragged, shard: Shard, *, temperature: float,
+    routes: Ragged | None = None,
+) -> Ragged:  # fmt: skip
+    """Logprobs of the response tokens on all ranks: float32, at most 0, on the CPU, in sample order; with `routes`,
+    those with these experts."""
     groups = network.groups
     microbatches = [microbatch for update in shard.updates for microbatch in update.microbatches]
 
     def finish(number: int, row: PassRow, hidden_SNH: torch.Tensor) -> torch.Tensor:
         return network.logprobs(hidden_SNH, row, temperature)[0].float()
 
-    rows = rows_of(prompt_ids, response_ids, microbatches, groups, packed=shard.packed)
+    rows = rows_of(prompt_ids, response_ids, routes, microbatches, network, packed=shard.packed)
     found = run(network, network, rows, finish, backward=False)
     values = torch.empty(sum(response_ids.lengths), device=groups.device)
     if groups.is_last:

@@ -1,6 +1,11 @@
 """Routers of a mixture of experts: which experts a token has, and with which weights. Knows tensors, no names.
 
-Legend: T tokens, E experts, G divisions of the experts.
+A router can be given the experts of its tokens (router replay). Megatron-core has that too (moe/router_replay.py), with
+one list of routers for the process, of which a caller says whether the next pass is a forward pass or a recomputation.
+Here a pass carries its experts, so recomputation, pipelines and several models need no rule, and tokens whose experts
+are not known choose.
+
+Legend: T tokens, E experts, K experts chosen, G divisions of the experts.
 """
 
 from __future__ import annotations
@@ -13,11 +18,38 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch.nn.functional import linear
 
 from stages.backends.model.decoder import Sparse
+from stages.backends.model.routes import Disagreement
 
 _SMALL = 1e-20  # added to a sum of weights, as transformers does
 
 
-class Router(TopKRouter):
+class ReplayingRouter(TopKRouter):
+    """A router of softmax whose choice can be given. `given_TK` are the experts of the next pass, or None; all routers
+    of a network count in one `disagreement`."""
+
+    given_TK: torch.Tensor | None = None
+    disagreement: Disagreement
+
+    def choice(self, own_TK: torch.Tensor) -> torch.Tensor:
+        """Each token's experts: those given, or its own choice."""
+        return own_TK if self.given_TK is None else self.disagreement.choice(own_TK, self.given_TK)
+
+    def routing(
+        self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Weights and choice of each token's experts, [T, E] both."""
+        if self.given_TK is None:
+            return super().routing(logits, padding_mask)
+        logits_TE = logits.view(-1, self.config.num_moe_experts)
+        chosen_TK = self.choice(logits_TE.detach().topk(self.topk, dim=-1).indices)
+        if self.config.moe_router_pre_softmax:
+            weights_TK = logits_TE.softmax(-1, dtype=torch.float32).gather(1, chosen_TK)
+        else:
+            weights_TK = logits_TE.gather(1, chosen_TK).softmax(-1, dtype=torch.float32)
+        return _spread(weights_TK.type_as(logits_TE), chosen_TK, logits_TE)
+
+
+class Router(ReplayingRouter):
     """A router without Transformer Engine, which Megatron-core's gating requires."""
 
     def gating(self, input: torch.Tensor) -> torch.Tensor:
@@ -61,10 +93,16 @@ class SigmoidRouter(Router):
                 kept_TG = torch.zeros_like(best_TG, dtype=torch.bool)
                 kept_TG.scatter_(1, best_TG.topk(mixture.kept, dim=-1).indices, True)
                 wanted_TE = wanted_TGE.masked_fill(~kept_TG[..., None], float("-inf")).flatten(-2)
-            chosen = wanted_TE.topk(mixture.chosen, dim=-1).indices
-        weights = scores_TE.gather(1, chosen)
+            chosen_TK = self.choice(wanted_TE.topk(mixture.chosen, dim=-1).indices)
+        weights_TK = scores_TE.gather(1, chosen_TK)
         if mixture.renormalised:
-            weights = weights / (weights.sum(-1, keepdim=True) + _SMALL)
-        weights_TE = torch.zeros_like(scores_TE).scatter(1, chosen, weights * mixture.scale)
-        chosen_TE = torch.zeros_like(scores_TE, dtype=torch.bool).scatter(1, chosen, True)
-        return weights_TE, chosen_TE
+            weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + _SMALL)
+        return _spread(weights_TK * mixture.scale, chosen_TK, scores_TE)
+
+
+def _spread(
+    weights_TK: torch.Tensor, chosen_TK: torch.Tensor, scores_TE: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights and choice of all experts, [T, E] both: 0 and False for those that are not chosen."""
+    weights_TE = torch.zeros_like(scores_TE).scatter(1, chosen_TK, weights_TK)
+    return weights_TE, torch.zeros_like(scores_TE, dtype=torch.bool).scatter(1, chosen_TK, True)

@@ -232,6 +232,15 @@ def _mlp(config: Mapping[str, Any], family: Family, number: int) -> Mlp:
     return Dense(inner=config["intermediate_size"])
 
 
+def layers_with_experts(config: Mapping[str, Any]) -> list[int]:
+    """Return which layers, counted from 0, have a mixture of experts."""
+    family = FAMILIES[config["model_type"]]
+    if family.hybrid:
+        return [number for number, kind in enumerate(block_kinds(config)) if kind == "moe"]
+    layers = range(config["num_hidden_layers"])
+    return [number for number in layers if isinstance(_mlp(config, family, number), Sparse)]
+
+
 def _sigmoid(config: Mapping[str, Any]) -> Sparse:
     """A mixture routed by sigmoids, without its shared expert."""
     return Sparse(

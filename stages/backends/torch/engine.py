@@ -39,8 +39,10 @@ from stages.backends.refit.target import Target, acknowledged
 from stages.backends.torch.generate import decode, generate
 from stages.backends.torch.optimize import WEIGHTS, TorchLearner
 from stages.backends.torch.reward_model import RewardModelOnDevice, open_reward_model
+from stages.backends.torch.routers import Routers
 from stages.backends.torch.score import score
 from stages.backends.trainer import BaseTrainer
+from stages.routes import mixture_problems
 
 Role = Literal["trained", "served", "frozen"]
 LOOK_S = 0.02  # between two looks of a stream whose weights have no version
@@ -68,6 +70,7 @@ class TorchEngine(BaseTrainer):
         self._builds: dict[Model, PreTrainedModel] = {}
         self._bases: dict[Model, PreTrainedModel] = {}  # of models with adapters: shared by all roles
         self._networks: dict[tuple[Model, Role], PreTrainedModel] = {}
+        self._routers: dict[tuple[Model, Role], Routers] = {}
         self._versions: dict[Model, int] = {}  # of the weights that `serve` loaded
         self._between: set[Model] = set()  # models whose served copy has no version
         self._targets: dict[Model, Target] = {}
@@ -85,6 +88,18 @@ class TorchEngine(BaseTrainer):
             self._networks[key, role] = network
         return self._networks[key, role]
 
+    def routers(self, model: Model, role: Role) -> Routers | None:
+        """The routers of a copy; None without router replay. Raises StageError if the model has none."""
+        key = identity(model)
+        if not key.router_replay or role == "frozen":
+            return None
+        if (key, role) not in self._routers:
+            network = self.network(model, role)
+            if problems := list(mixture_problems(key, network.config.to_dict())):
+                raise StageError(*problems)
+            self._routers[key, role] = Routers(network)
+        return self._routers[key, role]
+
     def load(self, model: Model) -> None:
         """Load the served copy."""
         self.network(model, _served(model))
@@ -98,7 +113,10 @@ class TorchEngine(BaseTrainer):
         )
         closing = self._closing(model, network, sampling)
         uniforms = draws.uniforms(sampling.max_tokens) if draws else None
-        return generate(network, prompt_ids, sampling, uniforms, closing=closing, pad=pad, version=version)
+        routers = self.routers(model, _served(model)) if sampling.routes else None
+        return generate(
+            network, prompt_ids, sampling, uniforms, closing=closing, pad=pad, version=version, routers=routers
+        )
 
     async def stream(
         self,
@@ -123,6 +141,7 @@ class TorchEngine(BaseTrainer):
             group_size=group_size,
             version=lambda: self.served_version(model, version),
             unwanted=unwanted,
+            routers=self.routers(model, _served(model)) if sampling.routes else None,
         )
         while True:
             while identity(model) in self._between:
@@ -142,6 +161,16 @@ class TorchEngine(BaseTrainer):
         network = self.network(model, "trained" if model.trainable else "frozen")
         pad = _pad(self.tokenizer(model))
         return score(network, prompt_ids, response_ids, shard, temperature=temperature, pad=pad)
+
+    def score_replayed(
+        self, model: Model, prompt_ids: Ragged, response_ids: Ragged, shard: Shard, *, temperature: float,
+        routes: Ragged,
+    ) -> Ragged:  # fmt: skip
+        """Logprobs of the response tokens under the trained copy, with given experts."""
+        return score(
+            self.network(model, "trained"), prompt_ids, response_ids, shard, temperature=temperature,
+            pad=_pad(self.tokenizer(model)), routers=self.routers(model, "trained"), routes=routes,
+        )  # fmt: skip
 
     def reward(
         self, model: Model, prompts: Sequence[str], responses: Sequence[str], *, chat: bool, microbatch: int
@@ -200,7 +229,8 @@ class TorchEngine(BaseTrainer):
 
     def _new_learner(self, model: Model, optimization: Optimization) -> TorchLearner:
         pad = _pad(self.tokenizer(model))
-        return TorchLearner(self.network(model, "trained"), optimization, pad=pad, ranks=self.ranks)
+        network, routers = self.network(model, "trained"), self.routers(model, "trained")
+        return TorchLearner(network, optimization, pad=pad, ranks=self.ranks, routers=routers)
 
     def _placed(self, model: Model) -> Placed:
         return placed(self.network(model, "trained"), self.dtype)

@@ -11,6 +11,7 @@ T response, S prompt and response so far, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from pipeline.declare.columns import Ragged
 from stages.backends import Cancelled, Decoded, Generation, Sampling, samples_of
 from stages.backends.choose import choose
 from stages.backends.model.padding import pad_left, unpad_right
+from stages.backends.torch.routers import ChosenExperts, Routers, Routes
 
 
 def generate(
@@ -31,6 +33,7 @@ def generate(
     closing: Sequence[int],
     pad: int,
     version: int = 0,
+    routers: Routers | None = None,
 ) -> Generation:
     """Sample responses to N prompts: `decode` with all of them in one group."""
     events = decode(
@@ -42,6 +45,7 @@ def generate(
         pad=pad,
         group_size=len(prompt_ids),
         version=lambda: version,
+        routers=routers,
     )
     return next(event.made for event in events if isinstance(event, Decoded))
 
@@ -58,19 +62,23 @@ def decode(
     group_size: int,
     version: Callable[[], int],
     unwanted: Callable[[int], bool] = lambda group: False,
+    routers: Routers | None = None,
 ) -> Iterator[Decoded | Cancelled | None]:
     """Sample responses to N prompts. Yields one item per token: the groups that ended with it, or None.
 
     `uniforms` [N, max_tokens] in (0, 1); `closing` ids end a response and are part of it. Each `group_size` prompts
     form a group. Between two items the network's weights may change in place: `version()`, read at each forward pass,
     stamps the tokens drawn from its logits, and the cache of earlier tokens is kept. Groups that became `unwanted` are
-    also closed there, which yields one extra item.
+    also closed there, which yields one extra item. With `routers`, samples have the experts of their tokens.
     """
     stamp = version()
-    cache, logits_BV, mask_BS, next_B = _prefill(network, prompt_ids, pad)
+    with _recording(routers) as experts:
+        cache, logits_BV, mask_BS, next_B = _prefill(network, prompt_ids, pad)
     device = network.device
     uniforms_NT = None if uniforms is None else torch.as_tensor(uniforms, device=device)
     samples = _Samples(len(prompt_ids), group_size, sampling.max_tokens, closing, pad, device)
+    if experts:
+        samples.routes = Routes(experts, *_distinct(prompt_ids), sampling.max_tokens)
     rows_B = torch.arange(len(prompt_ids), device=device)
     for t in range(sampling.max_tokens):
         uniform_B = None if uniforms_NT is None else uniforms_NT[rows_B, t]
@@ -90,13 +98,20 @@ def decode(
         if mask_BS is not None:
             mask_BS = torch.cat([mask_BS, mask_BS.new_ones(len(mask_BS), 1)], dim=1)
         stamp = version()
-        logits_BV = network(
-            input_ids=chosen_B[:, None],
-            attention_mask=mask_BS,
-            position_ids=None if mask_BS is None else (next_B + t)[:, None],
-            past_key_values=cache,
-            use_cache=True,
-        ).logits[:, -1]
+        with _recording(routers) as experts:
+            logits_BV = network(
+                input_ids=chosen_B[:, None],
+                attention_mask=mask_BS,
+                position_ids=None if mask_BS is None else (next_B + t)[:, None],
+                past_key_values=cache,
+                use_cache=True,
+            ).logits[:, -1]
+        if samples.routes and experts:
+            samples.routes.add(rows_B, t, experts)
+
+
+def _recording(routers: Routers | None) -> AbstractContextManager[ChosenExperts | None]:
+    return routers.recording() if routers else nullcontext()
 
 
 class _Samples:
@@ -115,6 +130,7 @@ class _Samples:
         self.closed_N = torch.zeros(count, dtype=torch.bool, device=device)
         self.versions_T: list[int] = []  # one forward pass computes one token of every sample
         self.running, self.open = list(range(count // size)), count
+        self.routes: Routes | None = None
 
     def add(self, rows_B: torch.Tensor, chosen_B: torch.Tensor, logprobs_B: torch.Tensor, version: int) -> None:
         """Add the next token of these samples, except those already closed."""
@@ -151,6 +167,7 @@ class _Samples:
             unpad_right(self.logprobs_NT[rows, :width], lengths),
             ~self.closed_N[rows].cpu(),
             unpad_right(versions_NT, lengths),
+            routes=self.routes.of(samples_of(groups, self.size), lengths) if self.routes else None,
         )
 
 

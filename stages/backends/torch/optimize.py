@@ -26,6 +26,7 @@ from stages.backends.interface import part
 from stages.backends.model.sharded import is_divided, like, whole
 from stages.backends.model.weights import live_weights, load_weights, state
 from stages.backends.objective import MAXIMA
+from stages.backends.torch.routers import Routers, along
 from stages.backends.torch.score import predict
 from stages.backends.trainer import COUNTERS, BaseLearner, File
 from stages.losses import PolicyLoss
@@ -38,10 +39,12 @@ class TorchLearner(BaseLearner):
     """A network with its optimizer."""
 
     def __init__(
-        self, network: PreTrainedModel, settings: Optimization, *, pad: int, ranks: Ranks | None = None
-    ) -> None:
+        self, network: PreTrainedModel, settings: Optimization, *, pad: int, ranks: Ranks | None = None,
+        routers: Routers | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(settings, network.device, ranks or Ranks())
-        self.network, self.pad = network, pad
+        self.network, self.pad, self.routers = network, pad, routers
+        self.disagreement = routers.disagreement if routers else None
         self.parameters = {name: p for name, p in network.named_parameters() if p.requires_grad}
         self.masters = {
             name: p if p.dtype == torch.float32 else p.detach().float() for name, p in self.parameters.items()
@@ -70,12 +73,13 @@ class TorchLearner(BaseLearner):
     ) -> dict[str, torch.Tensor]:
         samples = microbatch.samples
         ids = (part(batch.prompt_ids, samples), part(batch.response_ids, samples))
-        made = predict(self.network, *ids, microbatch, temperature=temperature, pad=self.pad, packed=packed)
-        with torch.set_grad_enabled(loss.needs_entropy):
-            entropy_NT = made.rectangle(entropy(made.logits))
-        logprobs_NT = made.rectangle(selected_logprobs(made.logits, made.ids))
-        value, sums = self._objective(batch, loss, update, samples, logprobs_NT, entropy_NT, made.mask_NT)
-        value.backward()
+        with along(self.routers, batch.routes, *ids, microbatch, packed=packed):
+            made = predict(self.network, *ids, microbatch, temperature=temperature, pad=self.pad, packed=packed)
+            with torch.set_grad_enabled(loss.needs_entropy):
+                entropy_NT = made.rectangle(entropy(made.logits))
+            logprobs_NT = made.rectangle(selected_logprobs(made.logits, made.ids))
+            value, sums = self._objective(batch, loss, update, samples, logprobs_NT, entropy_NT, made.mask_NT)
+            value.backward()
         for name, master in self.masters.items():
             parameter = self.parameters[name]
             if master is not parameter and parameter.grad is not None:

@@ -21,6 +21,7 @@ from pipeline.declare.columns import Ragged
 from pipeline.declare.sharding import Microbatch, Shard
 from stages.backends.interface import part
 from stages.backends.model.padding import pad_around
+from stages.backends.torch.routers import Routers, along
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,16 +126,19 @@ def _padded(
 
 @torch.no_grad()
 def score(
-    network: PreTrainedModel, prompt_ids: Ragged, response_ids: Ragged, shard: Shard, *, temperature: float, pad: int
-) -> Ragged:
-    """Logprobs of the response tokens: float32, at most 0, on the CPU, in sample order."""
+    network: PreTrainedModel, prompt_ids: Ragged, response_ids: Ragged, shard: Shard, *, temperature: float, pad: int,
+    routers: Routers | None = None, routes: Ragged | None = None,
+) -> Ragged:  # fmt: skip
+    """Logprobs of the response tokens: float32, at most 0, on the CPU, in sample order; with `routes`, those with these
+    experts."""
     rows: dict[int, torch.Tensor] = {}
     for update in shard.updates:
         for microbatch in update.microbatches:
             prompts, responses = (part(column, microbatch.samples) for column in (prompt_ids, response_ids))
-            made = predict(
-                network, prompts, responses, microbatch, temperature=temperature, pad=pad, packed=shard.packed
-            )
+            with along(routers, routes, prompts, responses, microbatch, packed=shard.packed):
+                made = predict(
+                    network, prompts, responses, microbatch, temperature=temperature, pad=pad, packed=shard.packed
+                )
             logprobs = selected_logprobs(made.logits, made.ids).float().clamp_(max=0.0)
             flat = (logprobs[0] if made.packed else made.rectangle(logprobs)[made.mask_NT]).cpu()
             rows |= zip(microbatch.samples, flat.split(list(responses.lengths)))

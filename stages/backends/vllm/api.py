@@ -32,6 +32,7 @@ from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.outputs import RequestOutput
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.third_party import pynvml
@@ -87,6 +88,7 @@ __all__ = [
     "refused",
     "second_runner",
     "verify",
+    "with_experts",
 ]
 
 SecondSampler: Any = importlib.import_module("vllm.v1.worker.gpu.sample.sampler").Sampler  # of the second model runner
@@ -122,12 +124,13 @@ def computes_on_cpu() -> bool:
 
 def open_llm(
     folder: Path, *, gpus: bool, tensor_parallel: int, memory: float, cache: str = "auto", speculate: int = 0,
-    draft: Path | None = None, lora: LoRA | None = None, slots: int = 1,
+    draft: Path | None = None, lora: LoRA | None = None, slots: int = 1, routes: bool = False,
 ) -> AsyncLLM:  # fmt: skip
     """Start an engine in the running event loop and wait until it is ready. On GPUs it takes the share `memory` of
     each, or nearly all that is free if that is less, and `cache` is the number format of keys and values. `speculate`
     tokens are drafted per step, by the model in the folder `draft` or by n-grams; call `verify` before any request.
-    `slots` is how many adapters, described by `lora`, it computes together.
+    `slots` is how many adapters, described by `lora`, it computes together. With `routes` it returns the experts of
+    each token.
 
     Raises ValueError or RuntimeError if it cannot start.
     """
@@ -139,6 +142,9 @@ def open_llm(
         _end_at_stop_texts()
     if lora is not None:
         settings |= _adapters(lora, slots, families.family_of(folder))
+    if routes:
+        settings["enable_return_routed_experts"] = True
+        _keep_experts()
     if gpus:
         settings |= {
             "enable_sleep_mode": True,
@@ -216,6 +222,26 @@ def one_by_one(update: Callable[[Any, list[int], bool], str | None]) -> Callable
     return updated
 
 
+@functools.cache
+def _keep_experts() -> None:
+    """Have this process keep the experts of a request: vLLM 0.26 drops them where it merges the last output with one
+    that nobody has read yet."""
+    RequestOutput.add = with_experts(RequestOutput.add)  # type: ignore[method-assign]
+
+
+def with_experts(add: Callable[[RequestOutput, RequestOutput, bool], None]) -> Callable[..., None]:
+    """Return an `add` of outputs that also adds the experts."""
+
+    def added(self: RequestOutput, next_output: RequestOutput, aggregate: bool) -> None:
+        add(self, next_output, aggregate)
+        for made in next_output.outputs:
+            for held in self.outputs:
+                if held.index == made.index and made.routed_experts is not None:
+                    held.routed_experts = made.routed_experts
+
+    return added
+
+
 def has_second_runner() -> bool:
     """Whether this process's environment chooses vLLM's second model runner."""
     return os.environ.get(SECOND_RUNNER) == "1"
@@ -272,15 +298,16 @@ def parameters(
 
 async def outputs(
     llm: AsyncLLM, prompt: Sequence[int], params: SamplingParams, name: str, adapter: int | None = None
-) -> AsyncIterator[tuple[list[int], str | None]]:
-    """Progress of a request: its tokens so far, in a list that grows, and finally the finish reason: stop, length,
-    abort. `adapter` is the number of one that all ranks have."""
+) -> AsyncIterator[tuple[list[int], str | None, np.ndarray | None]]:
+    """Progress of a request: its tokens so far, in a list that grows, and finally the finish reason (stop, length,
+    abort) and, if the engine returns them, the experts of all tokens but the last, [tokens, layers, experts chosen].
+    `adapter` is the number of one that all ranks have."""
     tokens: list[int] = []
     lora = None if adapter is None else LoRARequest(f"adapter-{adapter}", adapter, "from memory")
     async for output in llm.generate({"prompt_token_ids": list(prompt)}, params, name, lora_request=lora):
         made: Any = output.outputs[0]
         tokens.extend(made.token_ids)
-        yield tokens, made.finish_reason
+        yield tokens, made.finish_reason, made.routed_experts
 
 
 async def logprobs(

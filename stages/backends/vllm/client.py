@@ -56,6 +56,7 @@ class Setup:
     replicas: int = 1
     lora: LoRA | None = None  # of adapters; the weights in the folder then stay
     slots: int = 1  # adapters that are computed together
+    routes: bool = False  # whether it returns the experts of each token
 
 
 class Client:
@@ -191,7 +192,7 @@ class Client:
     async def _follow(self, llm: versions.AsyncLLM, request: Request) -> None:
         try:
             async for made in versions.outputs(llm, request.prompt, request.params, request.name, request.adapter):
-                request.tokens, request.ended = made
+                request.tokens, request.ended, request.routes = made
                 self._heard_s = time.monotonic()
                 if request.unwanted and request.ended is None:
                     await llm.abort(request.name)
@@ -236,6 +237,7 @@ class Client:
                 draft=setup.draft,
                 lora=setup.lora,
                 slots=setup.slots,
+                routes=setup.routes,
             )
         except (RuntimeError, ValueError, OSError) as error:
             self._failures, self._failure = self._failures + 1, self._not_started(error)

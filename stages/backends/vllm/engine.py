@@ -24,6 +24,7 @@ from pipeline import Model, StageContext, StageError, WorkerGroup
 from pipeline.declare.columns import Ragged
 from pipeline.errors import Problem
 from stages.backends import PULL, Cancelled, Decoded, Draws, Generation, Route, Sampling, ServedWeights, samples_of
+from stages.backends.model.families import layers_with_experts
 from stages.backends.model.folder import model_folder
 from stages.backends.model.quantized_folder import quantized_folder
 from stages.backends.model.text import Tokenizers
@@ -31,6 +32,7 @@ from stages.backends.refit.target import check_same
 from stages.backends.vllm import environment, processes
 from stages.backends.vllm.running import RunningRequests
 from stages.backends.vllm.weights import VersionShares, expected
+from stages.routes import mixture_problems, replays
 
 if TYPE_CHECKING:
     from stages.backends.vllm.client import Client
@@ -61,6 +63,7 @@ class StartedEngine:
     client: Client
     closing: list[int]
     longest: int
+    layers: list[int] | None = None  # with experts, if it replays routes
 
 
 class VllmEngine(Tokenizers):
@@ -91,6 +94,7 @@ class VllmEngine(Tokenizers):
 
         if self._started is None:
             group, folder = self.group, model_folder(model, self.run_dir)
+            layers = _layers(model, folder) if replays(model) else None
             if group.weights == "fp8":
                 folder = quantized_folder(folder, self.run_dir)
             setup = Setup(
@@ -99,9 +103,12 @@ class VllmEngine(Tokenizers):
                 draft=None if group.draft is None else model_folder(group.draft, self.run_dir),
                 replica=self._worker[0], replicas=self._worker[1],
                 lora=model.lora if model.trainable else None, slots=self._versions,
+                routes=layers is not None,
             )  # fmt: skip
             closing, client = _closing(folder, self.tokenizer(model)), Client(setup)
-            self._started = StartedEngine(model=model, client=client, closing=closing, longest=client.longest())
+            self._started = StartedEngine(
+                model=model, client=client, closing=closing, longest=client.longest(), layers=layers
+            )
         if self._started.model != model:
             raise StageError(self._second(self._started.model, model))
         return self._started
@@ -117,7 +124,7 @@ class VllmEngine(Tokenizers):
                 ended = running.take(LOOK_S)
         finally:
             running.close()
-        return _generation(ended[0], 0)
+        return _generation(ended[0], 0, self._layers_of(sampling))
 
     async def stream(
         self,
@@ -141,7 +148,8 @@ class VllmEngine(Tokenizers):
                 if lost := sorted(ended.keys() & given_up):
                     yield Cancelled({group: max(len(request.tokens) for request in ended[group]) for group in lost})
                 if made := tuple(sorted(ended.keys() - given_up)):
-                    yield Decoded(made, _generation([request for group in made for request in ended[group]], version))
+                    lot = [request for group in made for request in ended[group]]
+                    yield Decoded(made, _generation(lot, version, self._layers_of(sampling)))
                 for group in sorted(group for group in open_groups - given_up if unwanted(group)):
                     given_up.add(group)
                     running.give_up(samples_of([group], group_size))
@@ -199,6 +207,10 @@ class VllmEngine(Tokenizers):
             made.append(Request(position=position, name=name, prompt=prompt.tolist(), params=params))
         return made
 
+    def _layers_of(self, sampling: Sampling) -> list[int] | None:
+        """The layers whose experts were asked for."""
+        return self._started.layers if self._started and sampling.routes else None
+
     def _second(self, first: Model, model: Model) -> Problem:
         return Problem(
             where=str(self.group.location),
@@ -217,8 +229,9 @@ class VllmEngine(Tokenizers):
         )
 
 
-def _generation(ended: Sequence[Request], version: int) -> Generation:
-    """Collect the samples in this order. `version` is for weights that were never served."""
+def _generation(ended: Sequence[Request], version: int, layers: Sequence[int] | None = None) -> Generation:
+    """Collect the samples in this order, with the experts of these layers. `version` is for weights that were never
+    served."""
     lengths = tuple(len(request.tokens) for request in ended)
     stamps = [version if stamp is None else stamp for request in ended for stamp in request.versions()]
     return Generation(
@@ -227,7 +240,29 @@ def _generation(ended: Sequence[Request], version: int) -> Generation:
         torch.tensor([request.ended == "length" for request in ended]),
         Ragged(torch.tensor(stamps, dtype=torch.int32), lengths),
         passes=sum(request.passes for request in ended),
+        routes=None if layers is None else routes_of(ended, layers),
     )
+
+
+def routes_of(ended: Sequence[Request], layers: Sequence[int]) -> Ragged:
+    """The field of stages/routes.py. vLLM returns all layers of the model, with zeros for those without experts. Raises
+    RuntimeError if it has not returned the experts of each token."""
+    rows = []
+    for request in ended:
+        tokens = len(request.prompt) + len(request.tokens) - 1
+        if request.routes is None or len(request.routes) != tokens:
+            found = 0 if request.routes is None else len(request.routes)
+            raise RuntimeError(f"vLLM has returned the experts of {found} tokens, of {tokens}")
+        rows.append(torch.from_numpy(request.routes[:, list(layers)].astype(np.int16)).flatten())
+    return Ragged.of(rows)
+
+
+def _layers(model: Model, folder: Path) -> list[int]:
+    """The layers with experts. Raises StageError if the model has none to replay."""
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False).to_dict()
+    if problems := list(mixture_problems(model, config)):
+        raise StageError(*problems)
+    return layers_with_experts(config)
 
 
 def _closing(folder: Path, tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -25,6 +25,7 @@ class Request:
     tokens: list[int] = field(default_factory=list)
     logprobs: np.ndarray | None = None  # float32, one per token; None if aborted
     passes: int = 0
+    routes: np.ndarray | None = None  # experts, [tokens of the sample but the last, layers, experts chosen]
     ended: str | None = None
     unwanted: bool = False
     llm: AsyncLLM | None = None
