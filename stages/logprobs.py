@@ -21,6 +21,7 @@ from pipeline.declare.parameters import at_least, broken, is_number, is_whole
 from pipeline.declare.sharding import Dynamic, Packed, Plain, Shard, Sharding
 from pipeline.declare.work import GpuPart, GpuWork, Load
 from pipeline.errors import Problem, shown
+from stages import images
 from stages.backends import Engine, backend_problems, engine, model_problems, one_shard
 from stages.forecast.megatron import Passes, exchanged_bytes, held
 from stages.model_shape import attention_cost
@@ -39,8 +40,10 @@ class _Logprobs(Stage):
     at_once: int = 0
     temperature: float = 1.0
 
-    reads = (PROMPT_IDS, RESPONSE_IDS)
     per = "batch"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "reads", (PROMPT_IDS, RESPONSE_IDS, *images.fields_of(self.model)))
 
     @property
     def uses(self) -> tuple[Model, ...]:
@@ -99,7 +102,9 @@ class _Logprobs(Stage):
             response_ids: Any = columns[RESPONSE_IDS.name]
             shard = task.shard or one_shard(prompt_ids, response_ids, self.sharding)
             start_s = time.monotonic()
-            logprobs = backend.score(self.model, prompt_ids, response_ids, shard, temperature=self.temperature)
+            logprobs = backend.score(
+                self.model, prompt_ids, response_ids, shard, temperature=self.temperature, **images.given(columns)
+            )
             metrics = {"logprob_mean": logprobs.values.mean().item()} | division(shard)
             spared = shard.spared(prompt_ids.lengths)
             flops = backend.flops(self.model, prompt_ids, response_ids, training=False, spared=spared)

@@ -19,6 +19,7 @@ from pipeline.declare.columns import Column, Columns, take
 from pipeline.declare.parameters import Rule, at_least, broken, number, truth
 from pipeline.declare.work import Decoding, GpuPart, Load
 from pipeline.errors import Problem, shown
+from stages import images
 from stages.backends import (
     Cancelled,
     Decoded,
@@ -101,7 +102,8 @@ class Rollout(Stage):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "group_size", self.samples_per_prompt)
-        object.__setattr__(self, "reads", (MESSAGES,) if self.chat else (PROMPT,))
+        text = MESSAGES if self.chat else PROMPT
+        object.__setattr__(self, "reads", (text, *images.fields_of(self.model)))
 
     @property
     def bounds(self) -> dict[str, int]:
@@ -128,11 +130,10 @@ class Rollout(Stage):
             backend.load(self.model)
 
         async def run(columns: Columns, task: Task) -> AsyncGenerator[Output, None]:
-            prompts: Any = columns[self.reads[0].name]
             step = self.decode_batch or len(task.groups)
             for start in range(0, len(task.groups), step):
                 positions = range(len(task.groups))[start : start + step]
-                async with aclosing(self._decode(backend, prompts, positions, task, context)) as outputs:
+                async with aclosing(self._decode(backend, columns, positions, task, context)) as outputs:
                     async for output in outputs:
                         yield output
 
@@ -155,7 +156,7 @@ class Rollout(Stage):
         return engine(context).pieces(self.model)
 
     async def _decode(
-        self, backend: Engine, prompts: list[Any], positions: Sequence[int], task: Task, context: StageContext
+        self, backend: Engine, columns: Columns, positions: Sequence[int], task: Task, context: StageContext
     ) -> AsyncGenerator[Output, None]:
         """Decode the groups at these positions of the task as one batch, except those already cancelled."""
         size = context.group_size
@@ -165,7 +166,9 @@ class Rollout(Stage):
         if not wanted:
             return
         index = samples_of(wanted, size)
-        prompt_ids = backend.encode(self.model, [prompts[i] for i in index], chat=self.chat)
+        texts: Any = take(columns[self.reads[0].name], index)
+        seen = {name: take(column, index) for name, column in images.given(columns).items()}
+        prompt_ids = backend.encode(self.model, texts, chat=self.chat, **seen)
         stream = backend.stream(
             self.model,
             prompt_ids,
@@ -174,6 +177,7 @@ class Rollout(Stage):
             group_size=size,
             version=task.version,
             unwanted=lambda group: task.groups[wanted[group]] in context.cancelled,
+            **seen,
         )
         async with aclosing(stream):
             async for event in stream:

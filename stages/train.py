@@ -21,12 +21,14 @@ from pipeline.declare.saved_model import MODEL, Describes
 from pipeline.declare.sharding import Dynamic, Packed, Shard, Sharding
 from pipeline.declare.work import GpuPart, GpuWork, Load
 from pipeline.errors import Problem, shown
+from stages import images
 from stages.after_first import rest_of
 from stages.backends import (
     Batch,
     Engine,
     Optimization,
     backend_problems,
+    cut,
     engine,
     model_problems,
     one_shard,
@@ -37,6 +39,7 @@ from stages.losses import ClippedLoss, PolicyLoss, has_own_formula, loss_problem
 from stages.rollout import Rollout
 from stages.vocabulary import (
     ADVANTAGE,
+    IMAGES,
     PREV_LOGPROBS,
     PROMPT_IDS,
     REF_LOGPROBS,
@@ -57,6 +60,7 @@ _COLUMNS = {
     "old_logprobs": PREV_LOGPROBS,
     "rollout_logprobs": ROLLOUT_LOGPROBS,
     "ref_logprobs": REF_LOGPROBS,
+    "images": IMAGES,
 }
 
 
@@ -130,6 +134,7 @@ class Train(Stage):
             reads = (*reads, REF_LOGPROBS)
         if described:
             reads = tuple(dict.fromkeys((*reads, *self.loss.columns)))
+        reads = tuple(dict.fromkeys((*reads, *images.fields_of(self.model))))
         object.__setattr__(self, "reads", reads)
 
     @property
@@ -318,7 +323,10 @@ class TrainRunner:
         """Make all updates. Returns their metrics, and the batch with its old logprobs."""
         stage, results = self.stage, []
         rest = rest_of(batch, shard) if batch.old_logprobs is None else None
-        scored = self.backend.score(stage.model, *rest, temperature=stage.temperature).rows() if rest else []
+        scored: Sequence[Any] = ()
+        if rest:
+            seen = {} if batch.images is None else {"images": cut(batch.images, len(batch) - len(rest[0]), len(batch))}
+            scored = self.backend.score(stage.model, *rest, temperature=stage.temperature, **seen).rows()
         for update in shard.updates * stage.epochs:
             results.append(
                 self.learner.update(

@@ -41,6 +41,7 @@ class Backend:
     own_classes  whether it builds models from its own classes and safetensors only, so that it cannot run code that
               comes with a model; Model(trust_remote_code=True) is then refused
     adapts    whether it trains or serves adapters; Model(lora=...) is refused otherwise
+    sees      whether its methods take the images of prompts; Model(images=True) is refused otherwise
     """
 
     name: str
@@ -56,6 +57,7 @@ class Backend:
     slices: bool = False
     own_classes: bool = False
     adapts: bool = False
+    sees: bool = False
 
 
 PLAIN = Backend(name="python")  # plain functions

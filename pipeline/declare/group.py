@@ -49,6 +49,7 @@ class Model(_Located):
     lora        train an adapter and leave the model as it is: `stages.LoRA(rank=16)`
     seed        of the random weights, with `config` or `lora`
     trainable   False for a frozen copy (a reference model)
+    images      whether its prompts have images, from `Prompts(..., images="image")`
     trust_remote_code  with the torch backend: also load a model that has pickled weights and no safetensors, or Python
                 code of its own (auto_map), which then runs in the workers
     """
@@ -60,6 +61,7 @@ class Model(_Located):
     seed: int = 0
     trainable: bool = True
     lora: Any = field(default=None, kw_only=True)
+    images: bool = field(default=False, kw_only=True)
     trust_remote_code: bool = field(default=False, kw_only=True)
 
     def frozen(self) -> Model:

@@ -46,10 +46,12 @@ from stages.backends.interface import (
     part,
     samples_of,
 )
+from stages.images import blind_problems, image_problems
 from stages.lora import LoRA, group_problems, lora_problems
 from stages.model_files import code_problems, lacking_problems, tokenizer_faults
 from stages.model_shape import known_config, read_config, shape_faults
 from stages.model_weights import weight_faults
+from stages.vocabulary import IMAGES
 
 __all__ = [
     "BACKENDS",
@@ -93,6 +95,7 @@ for _backend in (
         checks="stages.backends.torch.limits:problems",
         separates=False,
         adapts=True,
+        sees=True,
     ),
     Backend(
         name="vllm",
@@ -105,6 +108,7 @@ for _backend in (
         leads=True,
         own_classes=True,
         adapts=True,
+        sees=True,
     ),
     Backend(
         name="megatron",
@@ -158,7 +162,8 @@ def _engine_problems(opened: object, backend: Backend, where: str) -> Iterator[P
             fix="define them, see docs/your-own-backend.md and stages/backends/interface.py, or change can=",
         )
     for name, method in methods.items():
-        expected = list(inspect.signature(getattr(wanted[name], name)).parameters.values())
+        listed = inspect.signature(getattr(wanted[name], name)).parameters.values()
+        expected = [each for each in listed if each.name != IMAGES.name or backend.sees]
         if callable(method) and (wrong := _method_fault(method, expected[1:], may_yield=name == "stream")):
             yield Problem(
                 where=line_of_code(method) or where,
@@ -246,7 +251,9 @@ def backend_problems(
     for model in stage.uses if stage else ():
         yield from group_problems(model, group)
     not_found = list(_import_problems(backend, group))
-    yield from [] if not_found else _own_checks(backend, group, stage, where)
+    unfit = [] if not_found else list(_own_checks(backend, group, stage, where))
+    blind = [problem for model in (stage.uses if stage else ()) for problem in blind_problems(model, group)]
+    yield from unfit or blind  # a model that it cannot compute at all may explain the rest
     yield from list(_package_problems(backend, group, has)) or not_found  # a missing package may explain the rest
 
 
@@ -351,6 +358,7 @@ def model_problems(model: Model) -> Iterator[Problem]:
          "trust_remote_code=False"),
         ("lora", isinstance(model.lora, LoRA | None), "an adapter is described by LoRA, or there is none",
          "lora=LoRA(rank=16)"),
+        ("images", isinstance(model.images, bool), "images must be True or False", "images=False"),
     ):  # fmt: skip
         if not legal:
             what = f"{name}={shown(getattr(model, name))} of a Model"
@@ -366,6 +374,7 @@ def model_problems(model: Model) -> Iterator[Problem]:
             fix=f"correct {kind}.problems()",
         )
     yield from lora_problems(model)
+    yield from image_problems(model)
     if model.config is None:
         yield from _folder_problems(model)
         return
