@@ -76,16 +76,27 @@ def image_problems(model: Model) -> Iterator[Problem]:
             why=f"images are computed for {' and '.join(FAMILIES)}",
             fix="a model of these families, or leave out images=",
         )
+    elif model.images is True and model.lora is not None:
+        yield Problem(
+            where=str(model.location),
+            what=f"the model {model.source!r} has images=True and lora=",
+            why="adapters have not been tested in layers that follow images",
+            fix="leave out lora=, which trains the whole model",
+        )
 
 
 def blind_problems(model: Model, group: WorkerGroup) -> Iterator[Problem]:
     """Reasons why a worker group cannot compute the model's images."""
     backend = group.description
-    if backend is not None and model.images is True and not backend.sees:
-        yield Problem(
-            where=str(model.location),
-            what=f"the model {model.source!r} has images=True, and worker group {group.name!r} has the backend "
-            f"{backend.name!r}",
-            why="that backend computes no images",
-            fix="backend='torch', or 'vllm' to sample",
-        )
+    if backend is None or model.images is not True:
+        return
+    where, what = str(model.location), f"the model {model.source!r} has images=True, and worker group {group.name!r}"
+    if not backend.sees:
+        why, fix = "that backend computes no images", "backend='torch', or 'vllm' to sample"
+        yield Problem(where=where, what=f"{what} has the backend {backend.name!r}", why=why, fix=fix)
+    elif group.weights != "auto":
+        why, fix = "layers that compute images have no 8-bit form here", "weights='auto'"
+        yield Problem(where=where, what=f"{what} has weights={group.weights!r}", why=why, fix=fix)
+    elif group.speculate:
+        why, fix = "drafts are not verified with images", "speculate=0"
+        yield Problem(where=where, what=f"{what} has speculate={group.speculate}", why=why, fix=fix)

@@ -185,7 +185,7 @@ def _prefill(
         next_B, logits_BPV = lengths_B, network(position_ids=positions_BP, logits_to_keep=1, **given).logits
     else:
         sight = _sight(network, prompts_BP, prompts, prompt_of, seen)
-        next_B = sight.ends_N1[:, 0]
+        next_B = sight.ends
         with sight.shown(network) as arguments:
             logits_BPV = network(position_ids=sight.positions_4NS[1:], logits_to_keep=1, **given, **arguments).logits
     cache.batch_select_indices(of_sample)

@@ -77,9 +77,9 @@ class Sight:
         )
 
     @property
-    def ends_N1(self) -> torch.Tensor:
+    def ends(self) -> torch.Tensor:
         """The position after the last one of each row."""
-        return self.positions_4NS[1:].amax(dim=(0, 2))[:, None] + 1
+        return self.positions_4NS[1:].amax(dim=(0, 2)) + 1
 
     @contextmanager
     def shown(self, network: Any) -> Iterator[dict[str, torch.Tensor]]:

@@ -161,17 +161,8 @@ def score(
     for update in shard.updates:
         for microbatch in update.microbatches:
             prompts, responses = (part(column, microbatch.samples) for column in (prompt_ids, response_ids))
-            shown = seen_by(seen, microbatch.samples)
-            made = predict(
-                network,
-                prompts,
-                responses,
-                microbatch,
-                temperature=temperature,
-                pad=pad,
-                packed=shard.packed,
-                seen=shown,
-            )
+            given = {"temperature": temperature, "pad": pad, "packed": shard.packed}
+            made = predict(network, prompts, responses, microbatch, seen=seen_by(seen, microbatch.samples), **given)
             logprobs = selected_logprobs(made.logits, made.ids).float().clamp_(max=0.0)
             flat = (logprobs[0] if made.packed else made.rectangle(logprobs)[made.mask_NT]).cpu()
             rows |= zip(microbatch.samples, flat.split(list(responses.lengths)))
