@@ -200,7 +200,7 @@ class Evaluate(Stage):
             step = self.decode_batch or len(pairs)
             for start in range(0, len(pairs), step):
                 now = range(len(pairs))[start : start + step]
-                given = {name: take(column, now) for name, column in images.given(seen).items()}
+                given: dict[str, Any] = {name: take(column, now) for name, column in images.given(seen).items()}
                 prompt_ids = backend.encode(self.model, [asked[i] for i in now], chat=self.chat, **given)
                 made = backend.generate(self.model, prompt_ids, sampling, None, **given)
                 if not isinstance(made, Generation):

@@ -167,7 +167,7 @@ class Rollout(Stage):
             return
         index = samples_of(wanted, size)
         texts: Any = take(columns[self.reads[0].name], index)
-        seen = {name: take(column, index) for name, column in images.given(columns).items()}
+        seen: dict[str, Any] = {name: take(column, index) for name, column in images.given(columns).items()}
         prompt_ids = backend.encode(self.model, texts, chat=self.chat, **seen)
         stream = backend.stream(
             self.model,

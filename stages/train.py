@@ -325,7 +325,8 @@ class TrainRunner:
         rest = rest_of(batch, shard) if batch.old_logprobs is None else None
         scored: Sequence[Any] = ()
         if rest:
-            seen = {} if batch.images is None else {"images": cut(batch.images, len(batch) - len(rest[0]), len(batch))}
+            first = len(batch) - len(rest[0])
+            seen: dict[str, Any] = {} if batch.images is None else {"images": cut(batch.images, first, len(batch))}
             scored = self.backend.score(stage.model, *rest, temperature=stage.temperature, **seen).rows()
         for update in shard.updates * stage.epochs:
             results.append(

@@ -254,7 +254,9 @@ def backend_problems(
     unfit = [] if not_found else list(_own_checks(backend, group, stage, where))
     blind = [problem for model in (stage.uses if stage else ()) for problem in blind_problems(model, group)]
     yield from unfit or blind  # a model that it cannot compute at all may explain the rest
-    yield from list(_package_problems(backend, group, has)) or not_found  # a missing package may explain the rest
+    sees = any(model.images is True for model in (stage.uses if stage else ()))
+    lacks = [*_package_problems(backend, group, has), *(_pillow_problems(group) if sees else ())]
+    yield from lacks or not_found  # a missing package may explain the rest
 
 
 def _trusts(model: Model, backend: Backend) -> Problem:
@@ -278,6 +280,17 @@ def _package_problems(backend: Backend, group: WorkerGroup, has: str) -> Iterato
         why = "it is not installed" if group.python is None else f"the group's {own} does not find it"
         yield Problem(
             where=where, what=what, why=why, fix=fix if group.python is None else f"in its environment, {fix}"
+        )
+
+
+def _pillow_problems(group: WorkerGroup) -> Iterator[Problem]:
+    """Whether the workers of a group whose model sees images lack what reads these."""
+    if asked(("PIL",), group).missing:
+        yield Problem(
+            where=str(group.location),
+            what=f"worker group {group.name!r} has a model with images=True, which needs the package 'PIL'",
+            why="it reads images, and is not installed",
+            fix="pip install -e '.[vision]'",
         )
 
 

@@ -90,7 +90,7 @@ def write_description(network: PreTrainedModel, tokenizer: PreTrainedTokenizerBa
         if network.generation_config is not None:
             network.generation_config.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-        write_processor(network.config, network.config.name_or_path, folder)
+        write_processor(network.config, str(network.config.name_or_path), folder)
 
 
 def base_of(model: Model, run_dir: Path | None) -> str | Path:

@@ -13,6 +13,7 @@ Legend: Q patches of all images of a prompt, D numbers of a patch, I images, L t
 from __future__ import annotations
 
 import hashlib
+import importlib
 import io
 import json
 from collections import OrderedDict
@@ -24,7 +25,6 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from pipeline import Model, StageError
@@ -32,6 +32,7 @@ from pipeline.errors import Problem, counted, message_of
 from stages.backends.model.build import built_config, not_loaded
 from stages.images import FAMILIES, MARK, files_of
 
+PROCESSORS = "transformers.models.qwen2_vl.image_processing_pil_qwen2_vl"
 KEPT = 16  # prompts whose patches are kept: the samples of a group follow each other
 
 
@@ -52,7 +53,7 @@ class Pictures:
 class Vision:
     """How a model sees images. `image_token` is the id that stands for a part of an image."""
 
-    def __init__(self, processor: Qwen2VLImageProcessorPil, tokenizer: PreTrainedTokenizerBase, config: Any) -> None:
+    def __init__(self, processor: Any, tokenizer: PreTrainedTokenizerBase, config: Any) -> None:
         self.processor, self.image_token = processor, int(config.image_token_id)
         ids = [config.vision_start_token_id, config.image_token_id, config.vision_end_token_id]
         self._placeholder = "".join(tokenizer.convert_ids_to_tokens(ids))
@@ -158,17 +159,22 @@ def load_vision(model: Model, tokenizer: PreTrainedTokenizerBase, config: Any = 
     if model.config is not None:
         return Vision(built_processor(config), tokenizer, config)
     try:
-        processor = Qwen2VLImageProcessorPil.from_pretrained(model.source, trust_remote_code=False)
+        processor = processor_class().from_pretrained(model.source, trust_remote_code=False)
     except Exception as error:  # whatever is in the folder
         raise StageError(not_loaded(model, error, "model with a preprocessor_config.json")) from error
     return Vision(processor, tokenizer, config)
 
 
-def built_processor(config: Any) -> Qwen2VLImageProcessorPil:
+def processor_class() -> Any:
+    """The class of transformers that turns images into patches, with Pillow."""
+    return importlib.import_module(PROCESSORS).Qwen2VLImageProcessorPil
+
+
+def built_processor(config: Any) -> Any:
     """The processor of a model that is built from a config: images keep their size, in whole tokens."""
     vision = config.vision_config
     side = vision.patch_size * vision.spatial_merge_size
-    return Qwen2VLImageProcessorPil(
+    return processor_class()(
         patch_size=vision.patch_size,
         temporal_patch_size=vision.temporal_patch_size,
         merge_size=vision.spatial_merge_size,
@@ -181,7 +187,7 @@ def write_processor(config: Any, source: str, folder: Path) -> None:
     if config.model_type not in FAMILIES:
         return
     try:
-        processor = Qwen2VLImageProcessorPil.from_pretrained(source)
+        processor = processor_class().from_pretrained(source)
     except OSError:  # it was built
         processor = built_processor(config)
     processor.save_pretrained(folder)

@@ -12,6 +12,7 @@ import json
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -74,7 +75,7 @@ class TorchLearner(BaseLearner):
         samples = microbatch.samples
         ids = (part(batch.prompt_ids, samples), part(batch.response_ids, samples))
         seen = self._sees(None if batch.images is None else part(batch.images, samples))
-        given = {"temperature": temperature, "pad": self.pad, "packed": packed, "seen": seen}
+        given: Any = {"temperature": temperature, "pad": self.pad, "packed": packed, "seen": seen}
         made = predict(self.network, *ids, microbatch, **given)
         with torch.set_grad_enabled(loss.needs_entropy):
             entropy_NT = made.rectangle(entropy(made.logits))

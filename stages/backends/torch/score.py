@@ -161,7 +161,7 @@ def score(
     for update in shard.updates:
         for microbatch in update.microbatches:
             prompts, responses = (part(column, microbatch.samples) for column in (prompt_ids, response_ids))
-            given = {"temperature": temperature, "pad": pad, "packed": shard.packed}
+            given: Any = {"temperature": temperature, "pad": pad, "packed": shard.packed}
             made = predict(network, prompts, responses, microbatch, seen=seen_by(seen, microbatch.samples), **given)
             logprobs = selected_logprobs(made.logits, made.ids).float().clamp_(max=0.0)
             flat = (logprobs[0] if made.packed else made.rectangle(logprobs)[made.mask_NT]).cpu()

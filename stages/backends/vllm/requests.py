@@ -16,8 +16,9 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False, kw_only=True)
 class Request:
-    """A sample in progress. `runs` are first token and number of tokens of each image in its prompt. `spans` are pairs (first token, version); version None means the folder's weights. `passes`
-    of the model that it took part in are counted with speculation."""
+    """A sample in progress. `runs` are first token and number of tokens of each image in its prompt. `spans` are pairs
+    (first token, version); version None means the folder's weights. `passes` of the model that it took part in are
+    counted with speculation."""
 
     position: int
     name: str

@@ -1,9 +1,9 @@
 """Images of requests: what vLLM gets in the place of files, and models that see images without torchvision.
 
 The patches of an image are those that the trainer computes (stages/backends/model/vision.py), in the form in which
-vLLM's own processor would hand them on. vLLM imports the models' processors nevertheless, and those of transformers need
-torchvision, whose published builds fit CUDA builds of torch only: without it, `install` has them replaced by the one
-that computes the patches, which knows no video.
+vLLM's own processor would hand them on. vLLM imports the models' processors nevertheless, and those of transformers
+need torchvision, whose published builds fit CUDA builds of torch only: without it, `install` has them replaced by the
+one that computes the patches, which knows no video.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 from transformers import BatchFeature
 
-from stages.backends.model.vision import Pictures
+from stages.backends.model.vision import PROCESSORS, Pictures, processor_class
 from stages.backends.vllm.api import (
     MULTIMODAL_REGISTRY,
     ModelRegistry,
@@ -27,7 +27,6 @@ from stages.backends.vllm.api import (
     PlaceholderRange,
 )
 
-PIL = "transformers.models.qwen2_vl.image_processing_pil_qwen2_vl"
 IMAGES = "transformers.models.qwen2_vl.image_processing_qwen2_vl"  # these modules import torchvision
 VIDEOS = "transformers.models.qwen3_vl.video_processing_qwen3_vl"
 CLASSES = {  # vLLM's modules: architecture, processor, its description, its dummy inputs
@@ -89,7 +88,7 @@ def __getattr__(name: str) -> Any:
 
 @cache
 def _imported(module: str, architecture: str, processor: str, description: str, dummy: str) -> Any:
-    pil: Any = importlib.import_module(PIL)
+    pil: Any = importlib.import_module(PROCESSORS)
     _replace(IMAGES, Qwen2VLImageProcessor=pil.Qwen2VLImageProcessorPil, smart_resize=pil.smart_resize)
     _replace(VIDEOS, Qwen3VLVideoProcessor=type("NoVideo", (), {}), smart_resize=pil.smart_resize)
     found = importlib.import_module(module)
@@ -118,7 +117,6 @@ class _Described:
 
     def get_mm_max_tokens_per_item(self, seq_len: int, mm_counts: Mapping[str, int]) -> Mapping[str, int]:
         """The tokens of the largest image."""
-        pil: Any = importlib.import_module(PIL)
-        processor = pil.Qwen2VLImageProcessorPil.from_pretrained(self.ctx.model_config.model)
+        processor = processor_class().from_pretrained(self.ctx.model_config.model)
         side = processor.patch_size * processor.merge_size
         return {"image": max(1, min(seq_len, processor.size["longest_edge"] // side**2))}
