@@ -207,6 +207,6 @@ def built_config(model: Model, tokenizer: PreTrainedTokenizerBase, **settings: A
     text |= ids
     if seeing:
         names = ("vision_start_token_id", "image_token_id", "vision_end_token_id", "video_token_id")
-        own = dict(zip(names, tokenizer.convert_tokens_to_ids(list(SEEING_TOKENS))))
+        own = {name: tokenizer.convert_tokens_to_ids(token) for name, token in zip(names, SEEING_TOKENS)}
         config |= ids | own | {"text_config": text}
     return AutoConfig.for_model(config.pop("model_type"), **config)

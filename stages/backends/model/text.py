@@ -57,7 +57,9 @@ class Tokenizers:
         """Token ids of each text. Raises StageError for a text that is empty or that the tokenizer cannot encode, for
         messages without a chat template, and for prompts with other places for images than images."""
         tokenizer, seen = self.tokenizer(model), self.pictures(model, images)
-        pairs: list[tuple[str, Pictures | None]] = [*zip(texts, seen or [None] * len(texts))]
+        pairs: list[tuple[str, Pictures | None]] = [
+            (text, None if seen is None else seen[n]) for n, text in enumerate(texts)
+        ]
         distinct = [*dict.fromkeys(pairs)]  # pictures are the same object if their files are equal
         places = [text if images is None else self._places(model, text, images, chat) for text, images in distinct]
         encoded = _templated(tokenizer, model, places) if chat else _encoded(tokenizer, model, places)
