@@ -140,7 +140,7 @@ def closing_tokens(network: PreTrainedModel, tokenizer: PreTrainedTokenizerBase)
     found: set[int] = set()
     for ids in (
         network.generation_config.eos_token_id if network.generation_config else None,
-        network.config.eos_token_id,
+        network.config.get_text_config().eos_token_id,
         tokenizer.eos_token_id,
     ):
         found.update([ids] if isinstance(ids, int) else ids or ())

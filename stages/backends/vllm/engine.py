@@ -244,7 +244,11 @@ def _closing(folder: Path, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     generation = (folder / "generation_config.json").is_file() and GenerationConfig.from_pretrained(folder)
     found: set[int] = set()
-    for ids in (generation.eos_token_id if generation else None, config.eos_token_id, tokenizer.eos_token_id):
+    for ids in (
+        generation.eos_token_id if generation else None,
+        config.get_text_config().eos_token_id,
+        tokenizer.eos_token_id,
+    ):
         found.update([ids] if isinstance(ids, int) else ids or ())
     return sorted(found)
 
