@@ -1,4 +1,4 @@
-"""vLLM with images: it samples what the trainer scores, before and after refits, in flight too."""
+"""vLLM with images: it samples what the trainer scores, before and after refits."""
 
 from __future__ import annotations
 
@@ -52,7 +52,9 @@ def test_samples_have_the_logprobs_of_the_trainer_before_and_after_refits(
     for version in (1, 2):
         share = trainer.share(model, TRANSPORTS["pull"])
         served = sampler.serve(model, [share], version, Route(TRANSPORTS["pull"]))
-        assert served.record["received_bytes"] > 0
+        loaded = sampler.client(model).loaded
+        assert all(".visual." in name for name in loaded) == (family == "qwen3_vl") and len(loaded) > 20
+        assert served.record["loader_bytes"] < served.record["received_bytes"] or family != "qwen3_vl"
         assert far(sampled()) < NEAR
         with torch.no_grad():
             for parameter in network.parameters():  # vision too: vLLM must not keep what it computed of these images
