@@ -13,9 +13,9 @@ import struct
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from pipeline import Field, Model, WorkerGroup
+from pipeline import Field, Graph, Model, WorkerGroup
 from pipeline.declare.columns import Columns
-from pipeline.errors import Problem
+from pipeline.errors import Problem, counted
 from stages.model_shape import known_config
 from stages.vocabulary import IMAGES
 
@@ -47,7 +47,7 @@ def files_of(frame: bytes) -> list[bytes]:
 def mark_reason(texts: Sequence[str], images: int) -> str | None:
     """Why texts with marks do not fit this many images; None if they do. Without a mark, images come first."""
     marks = sum(text.count(MARK) for text in texts)
-    return f"{images} images and {marks} times {MARK}" if marks not in (0, images) else None
+    return f"{counted(images, 'image')} and {counted(marks, 'mark')} {MARK}" if marks not in (0, images) else None
 
 
 def fields_of(model: object) -> tuple[Field, ...]:
@@ -82,6 +82,17 @@ def image_problems(model: Model) -> Iterator[Problem]:
             what=f"the model {model.source!r} has images=True and lora=",
             why="adapters have not been tested in layers that follow images",
             fix="leave out lora=, which trains the whole model",
+        )
+
+
+def unseen_problems(model: Model, graph: Graph) -> Iterator[Problem]:
+    """Whether prompts have images that the model, which samples responses to them, would not see."""
+    if IMAGES in graph.source.writes and model.images is False:
+        yield Problem(
+            where=str(model.location),
+            what=f"prompts have images, and the model {model.source!r} has images={model.images!r}",
+            why="it would respond to the text alone",
+            fix="Model(..., images=True), or leave out images= in Prompts",
         )
 
 

@@ -121,6 +121,7 @@ class Rollout(Stage):
         yield from model_problems(self.model)
         yield from alphabet_problems(getattr(graph.source, "source", None), self.model, str(self.model.location))
         yield from broken(_RULES, self, where=str(self.location), says=f"stage {self.name!r} has {{}}")
+        yield from images.unseen_problems(self.model, graph)
 
     def setup(self, context: StageContext) -> Callable[[Columns, Task], AsyncGenerator[Output, None]]:
         """Open the backend and its served copy of the model, while other workers set up. On GPUs that groups share, the

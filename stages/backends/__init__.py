@@ -386,8 +386,7 @@ def model_problems(model: Model) -> Iterator[Problem]:
             why="it yields what, why and fix of each wrong parameter",
             fix=f"correct {kind}.problems()",
         )
-    yield from lora_problems(model)
-    yield from image_problems(model)
+    yield from list(image_problems(model)) or lora_problems(model)
     if model.config is None:
         yield from _folder_problems(model)
         return
