@@ -60,3 +60,12 @@ def test_samples_have_the_logprobs_of_the_trainer_before_and_after_refits(
             for parameter in network.parameters():  # vision too: vLLM must not keep what it computed of these images
                 parameter.mul_(0.9)
     sampler.close()
+
+
+def test_the_second_model_runner_is_refused(prepared: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from stages.backends.vllm import api
+
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3_vl"}')
+    with pytest.raises(ValueError, match="only the first model runner computes images"):
+        api.open_llm(tmp_path, gpus=False, tensor_parallel=1, memory=0.5)

@@ -21,7 +21,7 @@ from stages.backends import Cancelled, Decoded, Generation, Sampling, samples_of
 from stages.backends.choose import choose
 from stages.backends.model.padding import pad_left, unpad_right
 from stages.backends.model.vision import Pictures
-from stages.backends.torch.images import Sample, Seen, Sight
+from stages.backends.torch.images import Seen, SeenSample, Sight
 
 
 def generate(
@@ -203,7 +203,7 @@ def _sight(
     for b, prompt in enumerate(prompts):
         length, own = len(prompt), pictures[prompt_of.index(b)]
         start = prompts_BP.shape[1] - length
-        samples.append(Sample(row=b, start=start, length=length, prompt=length, pictures=own))
+        samples.append(SeenSample(row=b, start=start, length=length, prompt=length, pictures=own))
     return Sight.of(network, vision, prompts_BP, samples)
 
 

@@ -28,7 +28,7 @@ def seen_by(seen: Seen | None, samples: Sequence[int]) -> Seen | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sample:
+class SeenSample:
     """Where a sample lies in a pass: its row, its first token there, its tokens, and how many of them are a prompt."""
 
     row: int
@@ -49,7 +49,7 @@ class Sight:
     grids_I3: torch.Tensor
 
     @staticmethod
-    def of(network: PreTrainedModel, vision: Vision, ids_NS: torch.Tensor, samples: Sequence[Sample]) -> Sight:
+    def of(network: PreTrainedModel, vision: Vision, ids_NS: torch.Tensor, samples: Sequence[SeenSample]) -> Sight:
         """Find the images of samples, which are in the order of the pass. A pass without images gets a black one that
         no token shows, so that all ranks compute the same layers, with gradients of 0."""
         device = ids_NS.device

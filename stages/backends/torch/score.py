@@ -21,7 +21,7 @@ from pipeline.declare.columns import Ragged
 from pipeline.declare.sharding import Microbatch, Shard
 from stages.backends.interface import part
 from stages.backends.model.padding import pad_around
-from stages.backends.torch.images import Sample, Seen, Sight, seen_by
+from stages.backends.torch.images import Seen, SeenSample, Sight, seen_by
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,7 +92,7 @@ def _packed(
     samples, start = [], 0
     for prompt, response, own in zip(prompt_ids.lengths, response_ids.lengths, pictures):
         length = prompt + response - 1  # the last token is no input
-        samples.append(Sample(row=0, start=start, length=length, prompt=prompt, pictures=own))
+        samples.append(SeenSample(row=0, start=start, length=length, prompt=prompt, pictures=own))
         start += length
     sight = Sight.of(network, vision, ids_1S, samples)
     with sight.shown(network) as arguments:
@@ -143,7 +143,7 @@ def _padded(
         vision,
         inputs_NS,
         [
-            Sample(row=n, start=max(P - prompt, 0), length=prompt + response - 1, prompt=prompt, pictures=own)
+            SeenSample(row=n, start=max(P - prompt, 0), length=prompt + response - 1, prompt=prompt, pictures=own)
             for n, (prompt, response, own) in enumerate(zip(prompt_ids.lengths, response_ids.lengths, pictures))
         ],
     )

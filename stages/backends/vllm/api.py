@@ -142,6 +142,8 @@ def open_llm(
     """
     if speculate and has_second_runner():
         raise ValueError(f"only the first model runner verifies drafts, and {SECOND_RUNNER} chooses the second one")
+    if families.family_of(folder) in families.FAMILIES and has_second_runner():
+        raise ValueError(f"only the first model runner computes images, and {SECOND_RUNNER} chooses the second one")
     settings = families.settings(folder, gpus=gpus)
     settings = {name: value for name, value in settings.items() if name not in LATER or _takes(name)}
     if speculate:

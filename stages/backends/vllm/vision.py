@@ -92,7 +92,7 @@ def _imported(module: str, architecture: str, processor: str, description: str, 
     _replace(IMAGES, Qwen2VLImageProcessor=pil.Qwen2VLImageProcessorPil, smart_resize=pil.smart_resize)
     _replace(VIDEOS, Qwen3VLVideoProcessor=type("NoVideo", (), {}), smart_resize=pil.smart_resize)
     found = importlib.import_module(module)
-    described = type("ImagesOnly", (_Described, getattr(found, description)), {})
+    described = type("ImagesOnly", (WithoutProcessor, getattr(found, description)), {})
     register = MULTIMODAL_REGISTRY.register_processor(
         getattr(found, processor), info=described, dummy_inputs=getattr(found, dummy)
     )
@@ -106,7 +106,7 @@ def _replace(name: str, **contents: Any) -> None:
         vars(sys.modules[name]).update(contents)
 
 
-class _Described:
+class WithoutProcessor:
     """What vLLM asks of a model's processor, answered without it. Base classes come after this one."""
 
     ctx: Any
