@@ -111,8 +111,11 @@ def test_tokens_of_images_are_where_the_prompt_has_them(seeing: tuple[TorchEngin
     pictures = engine.pictures(model, column)
     assert pictures is not None
     assert [*vision.runs(prompt_ids.rows()[1].tolist(), pictures[1])] == [(2, 2), (7, 4)]
-    chat = json.dumps([{"role": "user", "content": "b"}, {"role": "user", "content": "a"}])
-    assert json.loads(vision.placed_messages(chat, 1))[1]["content"] == "<|vision_start|><|image_pad|><|vision_end|>a"
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    for before, last, text in (("b", "a", "b<image>a"), ("<image>b", "a", "<image>ba")):
+        chat = json.dumps([{"role": "user", "content": before}, {"role": "user", "content": last}])
+        of_chat = engine.encode(model, [chat], chat=True, images=images.column([[(48, 32)]]))
+        assert of_chat.values.equal(engine.encode(model, [text], images=images.column([[(48, 32)]])).values)
     with pytest.raises(StageError, match="1 place for images and 2 images"):
         engine.encode(model, ["a<image>"], images=images.column([[(16, 16), (16, 16)]]))
     with pytest.raises(StageError, match="image 0 of a prompt, of 4 bytes: it cannot be read"):
@@ -190,16 +193,44 @@ def test_an_update_trains_what_sees_and_without_images_gives_it_gradients_of_zer
     assert len(towers) > 20 and all(each is not None and not each.any() for each in towers)
 
 
-def test_the_graph_of_the_page_learns_from_images(tmp_path: Path) -> None:
-    folder = user_folder(tmp_path, {"colors.py": snippet("vision.md", 1)})
+OWN = (
+    ("            PrevLogprobs(policy, on=learner),\n", ""),
+    ("lr=3e-3", 'lr=3e-3, prev="own", microbatch=Packed(96)'),
+)
+
+
+def run(folder: Path, steps: int, *changes: tuple[str, str]) -> list[dict[str, Any]]:
+    """Run the graph of the page, with pieces of text replaced. Returns the metrics of each step."""
+    text = snippet("vision.md", 1)
+    for old, new in changes:
+        assert text.count(old) == 1
+        text = text.replace(old, new)
+    user_folder(folder, {"colors.py": text})
     with forgotten(folder):
         namespace: dict[str, Any] = {"__name__": "colors"}
-        exec((folder / "colors.py").read_text(), namespace)
+        exec(text, namespace)
         namespace["make"](folder / "colors")
-        assert command(folder, "colors.py", "--check")[0] == 0
-        code, _, err = command(
-            folder, "colors.py", "--steps", "24", "--executor", "local", "--run-dir", "RUN", "--plain"
-        )
+        flags = ("--steps", str(steps), "--executor", "local", "--run-dir", "RUN", "--plain")
+        code, _, err = command(folder, "colors.py", *flags)
     assert code == 0, err
-    rewards = [line["reward/mean"] for line in metrics(folder / "RUN")]
+    return metrics(folder / "RUN")
+
+
+def test_the_graph_of_the_page_learns_from_images(tmp_path: Path) -> None:
+    found = run(tmp_path, 24)
+    rewards = [line["reward/mean"] for line in found]
     assert max(rewards[:5]) < 0.3 and min(rewards[-3:]) > 0.5
+    assert found[-1]["eval/exact_match"] > 0.5 and found[-1]["eval/count"] == 16
+
+
+def test_samples_after_the_first_update_are_scored_with_their_images(tmp_path: Path) -> None:
+    """Logprobs of the updates' own pass, in packed rows, and of a stage give the same updates."""
+    two = ("lr=3e-3", "lr=3e-3, minibatches=2")
+    packed = ("import Advantage", "import Packed, Advantage")
+    folders = [tmp_path / name for name in ("stage", "own")]
+    for folder in folders:
+        folder.mkdir()
+    by_stage = run(folders[0], 2, two)
+    own = run(folders[1], 2, packed, OWN[0], (OWN[1][0], OWN[1][1] + ", minibatches=2"))
+    for name in ("train/loss", "train/grad_norm", "train/ratio_max"):
+        assert [line[name] for line in own] == pytest.approx([line[name] for line in by_stage], abs=1e-4)
