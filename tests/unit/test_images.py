@@ -193,12 +193,6 @@ def test_an_update_trains_what_sees_and_without_images_gives_it_gradients_of_zer
     assert len(towers) > 20 and all(each is not None and not each.any() for each in towers)
 
 
-OWN = (
-    ("            PrevLogprobs(policy, on=learner),\n", ""),
-    ("lr=3e-3", 'lr=3e-3, prev="own", microbatch=Packed(96)'),
-)
-
-
 def run(folder: Path, steps: int, *changes: tuple[str, str]) -> list[dict[str, Any]]:
     """Run the graph of the page, with pieces of text replaced. Returns the metrics of each step."""
     text = snippet("vision.md", 1)
@@ -225,12 +219,16 @@ def test_the_graph_of_the_page_learns_from_images(tmp_path: Path) -> None:
 
 def test_samples_after_the_first_update_are_scored_with_their_images(tmp_path: Path) -> None:
     """Logprobs of the updates' own pass, in packed rows, and of a stage give the same updates."""
-    two = ("lr=3e-3", "lr=3e-3, minibatches=2")
-    packed = ("import Advantage", "import Packed, Advantage")
     folders = [tmp_path / name for name in ("stage", "own")]
     for folder in folders:
         folder.mkdir()
-    by_stage = run(folders[0], 2, two)
-    own = run(folders[1], 2, packed, OWN[0], (OWN[1][0], OWN[1][1] + ", minibatches=2"))
+    by_stage = run(folders[0], 2, ("lr=3e-3", "lr=3e-3, minibatches=2"))
+    own = run(
+        folders[1],
+        2,
+        ("import Advantage", "import Packed, Advantage"),
+        ("            PrevLogprobs(policy, on=learner),\n", ""),
+        ("lr=3e-3", 'lr=3e-3, minibatches=2, prev="own", microbatch=Packed(96)'),
+    )
     for name in ("train/loss", "train/grad_norm", "train/ratio_max"):
         assert [line[name] for line in own] == pytest.approx([line[name] for line in by_stage], abs=1e-4)
