@@ -16,10 +16,11 @@ from msgspec.structs import replace
 
 from ops.rewards import exact_match
 from pipeline import Graph, Model, Output, Stage, StageContext, Task, WorkerGroup
-from pipeline.declare.columns import Columns
+from pipeline.declare.columns import Columns, take
 from pipeline.declare.parameters import at_least, broken
 from pipeline.declare.work import Decoding, GpuPart, Load
 from pipeline.errors import Problem, shown
+from stages import images
 from stages.backends import Generation, Sampling, backend_problems, engine, model_problems
 from stages.forecast import vllm
 from stages.reward import function_problems
@@ -29,8 +30,9 @@ from stages.sources.columns import template_problems
 from stages.sources.dataset import dataset_problems
 from stages.sources.draws import open_rows, source_problems
 from stages.sources.schema import Schema
+from stages.sources.values import column_of
 from stages.tasks import Generated
-from stages.vocabulary import SERVED_WEIGHTS
+from stages.vocabulary import IMAGES, SERVED_WEIGHTS
 
 _RULES = (
     at_least("prompts", 1, fix=1000),
@@ -51,6 +53,7 @@ class Evaluate(Stage):
     decode_batch  prompts decoded together; 0 means all
     prompt, answer, template  as for Prompts: columns of the data set, and the text of the prompt
     chat, system  as for Prompts and Rollout: prompts are lists of messages
+    images        as for Prompts, for a `Model(..., images=True)`
 
     Metrics: `eval/<reward>` per function, such as `eval/exact_match`; `eval/count`, `eval/length_mean`,
     `eval/truncated`; and metrics that a function reports itself, such as `eval/math_verify_timeouts`.
@@ -70,6 +73,7 @@ class Evaluate(Stage):
     template: str | None = None
     chat: bool = False
     system: str | None = None
+    images: str | None = None
 
     name = "evaluate"
     reports_as = "eval"
@@ -139,7 +143,8 @@ class Evaluate(Stage):
             )
         if self.template is not None:
             yield from template_problems(self.template, self.prompt, where)
-        for name, value in (("prompt", self.prompt), ("answer", self.answer)):
+        columns = (("prompt", self.prompt), ("answer", self.answer), ("images", self.images or "images"))
+        for name, value in columns:
             if not isinstance(value, str):
                 yield Problem(
                     where=where,
@@ -147,6 +152,16 @@ class Evaluate(Stage):
                     why="columns are found by name",
                     fix=f"{name}={name!r}",
                 )
+        if (self.images is not None) != bool(images.fields_of(self.model)):
+            yield Problem(
+                where=where,
+                what=f"stage {self.name!r} has images={shown(self.images)} and a Model with "
+                f"images={shown(bool(images.fields_of(self.model)))}",
+                why="a model whose prompts have images sees those of held-out rows too",
+                fix='images="images", the column of the images'
+                if self.images is None
+                else "leave out images=, or Model(..., images=True)",
+            )
         if self.system is not None and not self.chat:
             yield Problem(
                 where=where,
@@ -172,7 +187,8 @@ class Evaluate(Stage):
         """Open the backend and its served copy of the model, and read the prompts."""
         backend = engine(context)
         pairs = self._pairs()
-        asked = [row[-1] if self.chat else row[0] for row in pairs]
+        asked = [row[2] if self.chat else row[0] for row in pairs]
+        seen = {} if self.images is None else {IMAGES.name: column_of(IMAGES, [row[-1] for row in pairs], 1)}
         rewards = self._rewards()
         scorer = Scorer(rewards, AsyncCalls(), str(self.location))
         sampling = Sampling(self.max_tokens, greedy=True)
@@ -183,15 +199,17 @@ class Evaluate(Stage):
             truncated = 0
             step = self.decode_batch or len(pairs)
             for start in range(0, len(pairs), step):
-                prompt_ids = backend.encode(self.model, asked[start : start + step], chat=self.chat)
-                made = backend.generate(self.model, prompt_ids, sampling, None)
+                now = range(len(pairs))[start : start + step]
+                given: dict[str, Any] = {name: take(column, now) for name, column in images.given(seen).items()}
+                prompt_ids = backend.encode(self.model, [asked[i] for i in now], chat=self.chat, **given)
+                made = backend.generate(self.model, prompt_ids, sampling, None, **given)
                 if not isinstance(made, Generation):
                     raise TypeError(f"the backend's generate() returned {shown(made)}; it returns a Generation")
                 texts += backend.decode(self.model, made.response_ids)
                 lengths += made.response_ids.lengths
                 truncated += int(made.truncated.sum())
-            given = {"prompt": [pair[0] for pair in pairs], "answer": [pair[1] for pair in pairs], "response": texts}
-            scores = scorer.scores(given, len(pairs), lambda i: f"held-out prompt {i} of step {task.step + 1}")
+            shown_to = {"prompt": [pair[0] for pair in pairs], "answer": [pair[1] for pair in pairs], "response": texts}
+            scores = scorer.scores(shown_to, len(pairs), lambda i: f"held-out prompt {i} of step {task.step + 1}")
             scored = {f"eval/{name_of(function)}": fmean(values) for function, values in zip(rewards, scores)}
             scored |= {f"eval/{name}": value for name, value in scorer.metrics().items()}
             counts = {
@@ -203,15 +221,20 @@ class Evaluate(Stage):
 
         return run
 
-    def _pairs(self) -> list[tuple[str, ...]]:
-        """Prompt and answer of each held-out row; with `chat`, also its messages."""
+    def _pairs(self) -> list[tuple[Any, ...]]:
+        """Prompt and answer of each held-out row; with `chat`, also its messages; with `images`, these at the end."""
         if isinstance(self.source, Generated):
             return list(self.source.held_out_pairs(min(self.prompts, self.source.held_out)))
         return list(open_rows(self.source, self._layout())[: self.prompts])
 
     def _layout(self) -> Schema:
         return Schema(
-            prompt=self.prompt, answer=self.answer, template=self.template, chat=self.chat, system=self.system
+            prompt=self.prompt,
+            answer=self.answer,
+            template=self.template,
+            chat=self.chat,
+            system=self.system,
+            images=self.images,
         )
 
     def _rewards(self) -> tuple[RewardFunction, ...]:

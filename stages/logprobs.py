@@ -21,6 +21,7 @@ from pipeline.declare.parameters import at_least, broken, is_number, is_whole
 from pipeline.declare.sharding import Dynamic, Packed, Plain, Shard, Sharding
 from pipeline.declare.work import GpuPart, GpuWork, Load
 from pipeline.errors import Problem, shown
+from stages import images
 from stages.backends import Engine, backend_problems, engine, model_problems, one_shard
 from stages.forecast.megatron import Passes, exchanged_bytes, held
 from stages.model_shape import attention_cost
@@ -43,7 +44,8 @@ class _Logprobs(Stage):
     per = "batch"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "reads", (PROMPT_IDS, RESPONSE_IDS, *of_replay(self.model)))
+        read = (PROMPT_IDS, RESPONSE_IDS, *of_replay(self.model), *images.fields_of(self.model))
+        object.__setattr__(self, "reads", read)
 
     @property
     def uses(self) -> tuple[Model, ...]:
@@ -102,8 +104,11 @@ class _Logprobs(Stage):
             response_ids: Any = columns[RESPONSE_IDS.name]
             shard = task.shard or one_shard(prompt_ids, response_ids, self.sharding)
             start_s = time.monotonic()
-            routes: Any = [columns[field.name] for field in of_replay(self.model)]
-            logprobs = scored(backend, self.model, (prompt_ids, response_ids, *routes), shard, self.temperature)
+            routes: Any = next((columns[field.name] for field in of_replay(self.model)), None)
+            logprobs = scored(
+                backend, self.model, prompt_ids, response_ids, shard, self.temperature,
+                routes=routes, **images.given(columns),
+            )  # fmt: skip
             metrics = {"logprob_mean": logprobs.values.mean().item()} | division(shard)
             spared = shard.spared(prompt_ids.lengths)
             flops = backend.flops(self.model, prompt_ids, response_ids, training=False, spared=spared)
@@ -189,14 +194,15 @@ def sharding(
 
 
 def scored(
-    backend: Engine, model: Model, samples: tuple[Ragged, Ragged] | tuple[Ragged, Ragged, Ragged], shard: Shard,
-    temperature: float,
+    backend: Engine, model: Model, prompt_ids: Ragged, response_ids: Ragged, shard: Shard, temperature: float,
+    *, routes: Ragged | None = None, images: Ragged | None = None,
 ) -> Ragged:  # fmt: skip
-    """The logprobs of samples: prompts, responses and, with router replay, their experts."""
-    if len(samples) == 2:
-        return backend.score(model, *samples, shard, temperature=temperature)
-    prompt_ids, response_ids, routes = samples
-    return backend.score_replayed(model, prompt_ids, response_ids, shard, temperature=temperature, routes=routes)
+    """The logprobs of samples, with the experts of `routes` and the images of their prompts, if they have any."""
+    given: Any = (model, prompt_ids, response_ids, shard)
+    if routes is not None:
+        return backend.score_replayed(*given, temperature=temperature, routes=routes)
+    seen: Any = {} if images is None else {"images": images}
+    return backend.score(*given, temperature=temperature, **seen)
 
 
 def division(shard: Shard) -> dict[str, float]:

@@ -64,6 +64,9 @@ class Prompts(Stage):
               prompt as one user message. The field `prompt` is then the text of the last message
     system    with `chat`: the system message for conversations that do not start with one
     as_text   columns whose numbers, booleans, lists and objects are converted to JSON text
+    images    column of the images, for a `Model(..., images=True)`: a path relative to the data's folder, bytes, or
+              {"bytes", "path"}; a list of these; or null. The field `images` has the files as they are. In the prompt,
+              or in messages, each `<image>` stands for an image; without any, images precede the (last) text
     shuffle   False draws rows in file order
     seed      of the order; None means the run's seed
 
@@ -82,6 +85,7 @@ class Prompts(Stage):
     chat: bool = False
     system: str | None = None
     as_text: str | Sequence[str] = ()
+    images: str | None = None
     shuffle: bool = True
     seed: int | None = None
     writes: Sequence[Field] = field(init=False)
@@ -122,7 +126,7 @@ class Prompts(Stage):
             )
 
     def _column_problems(self, where: str) -> Iterator[Problem]:
-        own = own_columns(self.prompt, self.answer, self.template)
+        own = own_columns(self.prompt, self.answer, self.template, self.images)
         for column in (*own.values(), *self._as_text()):
             if not isinstance(column, str):
                 yield Problem(
@@ -152,12 +156,13 @@ class Prompts(Stage):
                 else 'write Prompts(Generated("reverse")) or Prompts("train.jsonl")',
             )
         columns = [self.prompt, self.answer, *map(entry_name, self._extra())]
+        columns += [] if self.images is None else [self.images]
         if isinstance(source, Generated) and columns != ["prompt", "answer"]:
             yield Problem(
                 where=where,
                 what=f"columns {', '.join(map(str, columns))} of a Generated task",
                 why="a Generated task has no columns to choose from",
-                fix="leave out prompt=, answer= and extra=",
+                fix="leave out prompt=, answer=, extra= and images=",
             )
         if isinstance(source, Generated) and not self.shuffle:
             yield Problem(
@@ -195,11 +200,12 @@ class Prompts(Stage):
             chat=self.chat,
             system=self.system,
             as_text=self._as_text(),
+            images=self.images,
         )
 
     def _taken(self) -> list[str]:
         """Names of the fields other than extra columns."""
-        fields = Schema(answer=self.answer, chat=self.chat).fields
+        fields = Schema(answer=self.answer, chat=self.chat, images=self.images).fields
         return [made.name for made in (*fields, *((DATASET,) if self._named() else ()))]
 
     def _named(self) -> bool:

@@ -19,6 +19,7 @@ from pipeline.declare.columns import Column, Columns, Ragged, take
 from pipeline.declare.parameters import Rule, at_least, broken, number, truth
 from pipeline.declare.work import Decoding, GpuPart, Load
 from pipeline.errors import Problem, shown
+from stages import images
 from stages.backends import (
     Cancelled,
     Decoded,
@@ -106,7 +107,8 @@ class Rollout(Stage):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "group_size", self.samples_per_prompt)
-        object.__setattr__(self, "reads", (MESSAGES,) if self.chat else (PROMPT,))
+        text = MESSAGES if self.chat else PROMPT
+        object.__setattr__(self, "reads", (text, *images.fields_of(self.model)))
         object.__setattr__(self, "writes", (*_WRITES, *of_replay(self.model)))
 
     @property
@@ -125,6 +127,7 @@ class Rollout(Stage):
         yield from model_problems(self.model)
         yield from alphabet_problems(getattr(graph.source, "source", None), self.model, str(self.model.location))
         yield from broken(_RULES, self, where=str(self.location), says=f"stage {self.name!r} has {{}}")
+        yield from images.unseen_problems(self.model, graph)
 
     def setup(self, context: StageContext) -> Callable[[Columns, Task], AsyncGenerator[Output, None]]:
         """Open the backend and its served copy of the model, while other workers set up. On GPUs that groups share, the
@@ -134,11 +137,10 @@ class Rollout(Stage):
             backend.load(self.model)
 
         async def run(columns: Columns, task: Task) -> AsyncGenerator[Output, None]:
-            prompts: Any = columns[self.reads[0].name]
             step = self.decode_batch or len(task.groups)
             for start in range(0, len(task.groups), step):
                 positions = range(len(task.groups))[start : start + step]
-                async with aclosing(self._decode(backend, prompts, positions, task, context)) as outputs:
+                async with aclosing(self._decode(backend, columns, positions, task, context)) as outputs:
                     async for output in outputs:
                         yield output
 
@@ -161,7 +163,7 @@ class Rollout(Stage):
         return engine(context).pieces(self.model)
 
     async def _decode(
-        self, backend: Engine, prompts: list[Any], positions: Sequence[int], task: Task, context: StageContext
+        self, backend: Engine, columns: Columns, positions: Sequence[int], task: Task, context: StageContext
     ) -> AsyncGenerator[Output, None]:
         """Decode the groups at these positions of the task as one batch, except those already cancelled."""
         size = context.group_size
@@ -171,7 +173,9 @@ class Rollout(Stage):
         if not wanted:
             return
         index = samples_of(wanted, size)
-        prompt_ids = backend.encode(self.model, [prompts[i] for i in index], chat=self.chat)
+        texts: Any = take(columns[self.reads[0].name], index)
+        seen: dict[str, Any] = {name: take(column, index) for name, column in images.given(columns).items()}
+        prompt_ids = backend.encode(self.model, texts, chat=self.chat, **seen)
         stream = backend.stream(
             self.model,
             prompt_ids,
@@ -180,6 +184,7 @@ class Rollout(Stage):
             group_size=size,
             version=task.version,
             unwanted=lambda group: task.groups[wanted[group]] in context.cancelled,
+            **seen,
         )
         async with aclosing(stream):
             async for event in stream:

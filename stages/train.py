@@ -21,6 +21,7 @@ from pipeline.declare.saved_model import MODEL, Describes
 from pipeline.declare.sharding import Dynamic, Packed, Shard, Sharding
 from pipeline.declare.work import GpuPart, GpuWork, Load
 from pipeline.errors import Problem, shown
+from stages import images
 from stages.after_first import rest_of
 from stages.backends import (
     Batch,
@@ -38,6 +39,7 @@ from stages.rollout import Rollout
 from stages.routes import of_replay
 from stages.vocabulary import (
     ADVANTAGE,
+    IMAGES,
     PREV_LOGPROBS,
     PROMPT_IDS,
     REF_LOGPROBS,
@@ -58,6 +60,7 @@ _COLUMNS = {
     "old_logprobs": PREV_LOGPROBS,
     "rollout_logprobs": ROLLOUT_LOGPROBS,
     "ref_logprobs": REF_LOGPROBS,
+    "images": IMAGES,
 }
 
 
@@ -133,6 +136,7 @@ class Train(Stage):
         reads = (*reads, *of_replay(self.model))
         if described:
             reads = tuple(dict.fromkeys((*reads, *self.loss.columns)))
+        reads = tuple(dict.fromkeys((*reads, *images.fields_of(self.model))))
         object.__setattr__(self, "reads", reads)
 
     @property
@@ -322,7 +326,11 @@ class TrainRunner:
         """Make all updates. Returns their metrics, and the batch with its old logprobs."""
         stage, results = self.stage, []
         rest = rest_of(batch, shard) if batch.old_logprobs is None else None
-        later = scored(self.backend, stage.model, *rest, stage.temperature).rows() if rest else []
+        later: Sequence[Any] = ()
+        if rest:
+            part, cut = rest
+            given: Any = (part.prompt_ids, part.response_ids, cut, stage.temperature)
+            later = scored(self.backend, stage.model, *given, routes=part.routes, images=part.images).rows()
         for update in shard.updates * stage.epochs:
             results.append(
                 self.learner.update(
@@ -370,9 +378,10 @@ class TrainRunner:
             return {}
         flops *= stage.epochs
         if stage.prev == OWN and (rest := rest_of(batch, shard)):
-            (prompt_ids, response_ids, *_), later = rest
-            spared = later.spared(prompt_ids.lengths)
-            flops += self.backend.flops(stage.model, prompt_ids, response_ids, training=False, spared=spared) or 0.0
+            part, cut = rest
+            spared = cut.spared(part.prompt_ids.lengths)
+            given = (stage.model, part.prompt_ids, part.response_ids)
+            flops += self.backend.flops(*given, training=False, spared=spared) or 0.0
         total = self.ranks.totals({"flops": flops, "s": taken_s}, largest=("s",))
         ranks = self.ranks.layout.size
         work = {"flops": total["flops"], "ranks": float(ranks)}

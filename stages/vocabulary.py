@@ -13,6 +13,8 @@ ANSWER = Field("answer", dtype="str", hint='write Prompts(..., answer="answer")'
 MESSAGES = Field("messages", dtype="str", hint="write Prompts(..., chat=True)")
 # name of the prompt's source
 DATASET = Field("dataset", dtype="str", hint="write Prompts(Mixture(...)), or Prompts(Dataset(..., name=...))")
+# the image files of the prompt, framed by stages.images
+IMAGES = Field("images", dtype="uint8", dims="N ImageBytes", unit="byte", hint='write Prompts(..., images="image")')
 PROMPT_IDS = Field("prompt_ids", dtype="int64", dims="N P", unit="token", low=0, hint=_ROLLOUT)
 RESPONSE = Field("response", dtype="str", hint=_ROLLOUT)
 RESPONSE_IDS = Field("response_ids", dtype="int64", dims="N T", unit="token", low=0, hint=_ROLLOUT)

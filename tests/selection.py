@@ -33,11 +33,11 @@ SLOW = {  # modules of these folders that take more than three seconds
     "numerics/test_refit_rules.py", "numerics/test_trl.py", "unit/test_checkpoint_disk.py", "unit/test_collisions.py",
     "unit/test_colocated.py", "unit/test_damaged_files.py", "unit/test_doors.py", "unit/test_doors_backend.py",
     "unit/test_doors_pages.py", "unit/test_doors_transport.py", "unit/test_findings.py", "unit/test_forwarders.py",
-    "unit/test_imports.py", "unit/test_in_flight.py", "unit/test_math_reward.py", "unit/test_meta_cli.py",
-    "unit/test_mirror.py", "unit/test_patience.py", "unit/test_refit_agreement.py", "unit/test_kernels_interpreted.py",
-    "unit/test_refit_plan.py", "unit/test_refit_sums.py", "unit/test_refit_transports.py", "unit/test_refit_tree.py",
-    "unit/test_reward_calls.py", "unit/test_scheduler_machine.py", "unit/test_simulated_journal.py",
-    "unit/test_torch_parity.py",
+    "unit/test_images.py", "unit/test_imports.py", "unit/test_in_flight.py", "unit/test_math_reward.py",
+    "unit/test_meta_cli.py", "unit/test_mirror.py", "unit/test_patience.py", "unit/test_refit_agreement.py",
+    "unit/test_kernels_interpreted.py", "unit/test_refit_plan.py", "unit/test_refit_sums.py",
+    "unit/test_refit_transports.py", "unit/test_refit_tree.py", "unit/test_reward_calls.py",
+    "unit/test_scheduler_machine.py", "unit/test_simulated_journal.py", "unit/test_torch_parity.py",
 }  # fmt: skip
 CLUSTER = {"ray_session", "transfer_queue", "uncached"}  # fixtures, and one fixture's parameter
 PROCESSES = re.compile(r"subprocess|multiprocessing|os\.fork|ray_session|RayExecutor")

@@ -43,6 +43,7 @@ class Backend:
     adapts    whether it trains or serves adapters; Model(lora=...) is refused otherwise
     replays   the devices on which it returns the experts that it chose, or computes with given ones: "cpu", "cuda";
               Model(router_replay=True) is refused on others
+    sees      whether its methods take the images of prompts; Model(images=True) is refused otherwise
     """
 
     name: str
@@ -59,6 +60,7 @@ class Backend:
     own_classes: bool = False
     adapts: bool = False
     replays: tuple[str, ...] = ()
+    sees: bool = False
 
 
 PLAIN = Backend(name="python")  # plain functions

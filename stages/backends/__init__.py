@@ -46,11 +46,13 @@ from stages.backends.interface import (
     part,
     samples_of,
 )
+from stages.images import blind_problems, image_problems
 from stages.lora import LoRA, group_problems, lora_problems
 from stages.model_files import code_problems, lacking_problems, tokenizer_faults
 from stages.model_shape import known_config, read_config, shape_faults
 from stages.model_weights import weight_faults
 from stages.routes import mixture_problems, replay_problems
+from stages.vocabulary import IMAGES
 
 __all__ = [
     "BACKENDS",
@@ -95,6 +97,7 @@ for _backend in (
         separates=False,
         adapts=True,
         replays=("cpu", "cuda"),
+        sees=True,
     ),
     Backend(
         name="vllm",
@@ -108,6 +111,7 @@ for _backend in (
         own_classes=True,
         adapts=True,
         replays=("cuda",),
+        sees=True,
     ),
     Backend(
         name="megatron",
@@ -162,7 +166,8 @@ def _engine_problems(opened: object, backend: Backend, where: str) -> Iterator[P
             fix="define them, see docs/your-own-backend.md and stages/backends/interface.py, or change can=",
         )
     for name, method in methods.items():
-        expected = list(inspect.signature(getattr(wanted[name], name)).parameters.values())
+        listed = inspect.signature(getattr(wanted[name], name)).parameters.values()
+        expected = [each for each in listed if each.name != IMAGES.name or backend.sees]
         if callable(method) and (wrong := _method_fault(method, expected[1:], may_yield=name == "stream")):
             yield Problem(
                 where=line_of_code(method) or where,
@@ -251,8 +256,12 @@ def backend_problems(
         yield from group_problems(model, group)
         yield from replay_problems(model, group)
     not_found = list(_import_problems(backend, group))
-    yield from [] if not_found else _own_checks(backend, group, stage, where)
-    yield from list(_package_problems(backend, group, has)) or not_found  # a missing package may explain the rest
+    unfit = [] if not_found else list(_own_checks(backend, group, stage, where))
+    blind = [problem for model in (stage.uses if stage else ()) for problem in blind_problems(model, group)]
+    yield from unfit or blind  # a model that it cannot compute at all may explain the rest
+    sees = any(model.images is True for model in (stage.uses if stage else ()))
+    lacks = [*_package_problems(backend, group, has), *(_pillow_problems(group) if sees else ())]
+    yield from lacks or not_found  # a missing package may explain the rest
 
 
 def _trusts(model: Model, backend: Backend) -> Problem:
@@ -276,6 +285,17 @@ def _package_problems(backend: Backend, group: WorkerGroup, has: str) -> Iterato
         why = "it is not installed" if group.python is None else f"the group's {own} does not find it"
         yield Problem(
             where=where, what=what, why=why, fix=fix if group.python is None else f"in its environment, {fix}"
+        )
+
+
+def _pillow_problems(group: WorkerGroup) -> Iterator[Problem]:
+    """Whether the workers of a group whose model sees images lack what reads these."""
+    if asked(("PIL",), group).missing:
+        yield Problem(
+            where=str(group.location),
+            what=f"worker group {group.name!r} has a model with images=True, which needs the package 'PIL'",
+            why="it reads images, and is not installed",
+            fix="pip install -e '.[vision]'",
         )
 
 
@@ -358,6 +378,7 @@ def model_problems(model: Model) -> Iterator[Problem]:
          "lora=LoRA(rank=16)"),
         ("router_replay", isinstance(model.router_replay, bool), "router_replay must be True or False",
          "router_replay=True"),
+        ("images", isinstance(model.images, bool), "images must be True or False", "images=False"),
     ):  # fmt: skip
         if not legal:
             what = f"{name}={shown(getattr(model, name))} of a Model"
@@ -372,7 +393,7 @@ def model_problems(model: Model) -> Iterator[Problem]:
             why="it yields what, why and fix of each wrong parameter",
             fix=f"correct {kind}.problems()",
         )
-    yield from lora_problems(model)
+    yield from list(image_problems(model)) or lora_problems(model)
     yield from mixture_problems(model)
     if model.config is None:
         yield from _folder_problems(model)

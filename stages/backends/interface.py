@@ -1,4 +1,8 @@
-"""The protocols of engines, and the descriptions passed to them. Knows signatures only; loads no tensor library."""
+"""The protocols of engines, and the descriptions passed to them. Knows signatures only; loads no tensor library.
+
+Every argument `images` has the files of each prompt, framed (stages/images.py). Only models whose prompts have images
+get it, and only from backends that say `sees`: other engines need not take it.
+"""
 
 from __future__ import annotations
 
@@ -152,7 +156,8 @@ class Batch:
     """The samples of updates. `old_logprobs` are the denominator of the ratio, None for those of the update's own pass,
     without a gradient; `rollout_logprobs` are the sampler's, for a correction, and `ref_logprobs` the frozen model's,
     for a KL term. `columns` are additional fields that the loss reads, one value per sample or per response token.
-    `routes` are the experts to compute each token with (stages/routes.py); without them, routers choose."""
+    `routes` are the experts to compute each token with (stages/routes.py); without them, routers choose. `images` are
+    the files of the prompts, framed (stages/images.py)."""
 
     prompt_ids: Ragged
     response_ids: Ragged
@@ -162,6 +167,7 @@ class Batch:
     ref_logprobs: Ragged | None = None
     columns: Mapping[str, torch.Tensor | Ragged] = field(default_factory=dict)
     routes: Ragged | None = None
+    images: Ragged | None = None
 
     def __len__(self) -> int:
         return len(self.prompt_ids)
@@ -180,6 +186,7 @@ class Batch:
                 for name, column in self.columns.items()
             },
             None if self.routes is None else part(self.routes, samples),
+            None if self.images is None else part(self.images, samples),
         )
 
 
@@ -242,8 +249,9 @@ class Learner(Protocol):
 class Texts(Protocol):
     """Converts between texts and tokens of a model."""
 
-    def encode(self, model: Model, texts: Sequence[str], *, chat: bool = False) -> Ragged:
-        """Token ids of each text; with `chat`, of each JSON list of messages, in the model's chat template."""
+    def encode(self, model: Model, texts: Sequence[str], *, chat: bool = False, images: Ragged | None = None) -> Ragged:
+        """Token ids of each text; with `chat`, of each JSON list of messages, in the model's chat template. With
+        `images`, the files of each prompt, an image has as many tokens as the model computes for it."""
 
     def decode(self, model: Model, ids: Ragged) -> list[str]:
         """The texts, without special tokens."""
@@ -258,7 +266,9 @@ class Sampler(Texts, Protocol):
     def pieces(self, model: Model) -> list[bytes]:
         """The UTF-8 bytes that each token of the vocabulary adds to a text, by id."""
 
-    def generate(self, model: Model, prompt_ids: Ragged, sampling: Sampling, draws: Draws | None) -> Generation:
+    def generate(
+        self, model: Model, prompt_ids: Ragged, sampling: Sampling, draws: Draws | None, *, images: Ragged | None = None
+    ) -> Generation:
         """Sample responses from the served copy. `draws` determine the tokens; greedy needs none."""
 
     def stream(
@@ -271,6 +281,7 @@ class Sampler(Texts, Protocol):
         group_size: int,
         version: int = 0,
         unwanted: Callable[[int], bool] = lambda group: False,
+        images: Ragged | None = None,
     ) -> AsyncGenerator[Decoded | Cancelled, None]:
         """Sample the same responses; yield each group of `group_size` samples as soon as all of them have ended.
 
@@ -298,8 +309,9 @@ class Trainer(Texts, Protocol):
     """An engine that trains a model and scores with it or with its frozen copy. The copies start equal."""
 
     def score(
-        self, model: Model, prompt_ids: Ragged, response_ids: Ragged, shard: Shard, *, temperature: float
-    ) -> Ragged:
+        self, model: Model, prompt_ids: Ragged, response_ids: Ragged, shard: Shard, *, temperature: float,
+        images: Ragged | None = None,
+    ) -> Ragged:  # fmt: skip
         """Logprobs of the response tokens under the trained copy, or under the frozen copy if the model is frozen. The
         shard divides the samples into microbatches."""
 

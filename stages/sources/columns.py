@@ -15,7 +15,7 @@ from typing import TypeAlias
 
 from pipeline import Field
 from pipeline.errors import Problem
-from stages.vocabulary import ANSWER, PROMPT
+from stages.vocabulary import ANSWER, IMAGES, PROMPT
 
 Extra: TypeAlias = "str | Field | tuple[str, str | Field]"
 
@@ -117,10 +117,11 @@ def column_problems(
             )
 
 
-def own_columns(prompt: str, answer: str | None, template: str | None) -> dict[str, str]:
-    """The columns that become prompt and answer unchanged, by field."""
+def own_columns(prompt: str, answer: str | None, template: str | None, images: str | None = None) -> dict[str, str]:
+    """The columns that become prompt, answer and images, by field."""
     own = {} if template is not None else {PROMPT.name: prompt}
-    return own if answer is None else own | {ANSWER.name: answer}
+    own |= {} if answer is None else {ANSWER.name: answer}
+    return own if images is None else own | {IMAGES.name: images}
 
 
 def entry_name(entry: object) -> object:

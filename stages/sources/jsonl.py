@@ -32,7 +32,7 @@ class JsonlTable:
             for number, line in enumerate(self._file, start=1):
                 if line.strip():
                     where = f"{path}:{number}"
-                    layout.read(parse(line, where), where, arrays=False)
+                    layout.read(parse(line, where), where, folder=self.folder, arrays=False)
                     self._starts.append(start)
                 start += len(line)
         self._end = start

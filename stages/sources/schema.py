@@ -21,11 +21,14 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from pipeline import Field, StageError
 from pipeline.errors import Problem
+from stages.images import MARK, framed, mark_reason
 from stages.sources.columns import template_columns
-from stages.sources.values import array_value, array_wanted, is_plain, scalar_reason, takes_files
-from stages.vocabulary import ANSWER, MESSAGES, PROMPT
+from stages.sources.values import array_value, array_wanted, image_files, is_plain, scalar_reason, takes_files
+from stages.vocabulary import ANSWER, IMAGES, MESSAGES, PROMPT
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from stages.sources.dataset import Dataset
 
 
@@ -44,6 +47,7 @@ class Schema:
     chat      also make `messages`, the conversation as JSON; `prompt` is then the text of its last message
     system    with `chat`: the system message for conversations that do not start with one
     as_text   columns whose numbers, booleans, lists and objects become JSON text
+    images    column of the images; None means no such field
     """
 
     prompt: str = "prompt"
@@ -53,24 +57,27 @@ class Schema:
     chat: bool = False
     system: str | None = None
     as_text: tuple[str, ...] = ()
+    images: str | None = None
 
     @cached_property
     def fields(self) -> tuple[Field, ...]:
         """The fields of a row, in the order of `read`."""
         own = (PROMPT, *((ANSWER,) if self.answer is not None else ()), *((MESSAGES,) if self.chat else ()))
+        own = (*own, *((IMAGES,) if self.images is not None else ()))
         return own + tuple(made for _, made in self.extra)
 
     @cached_property
     def columns(self) -> tuple[str, ...]:
         """Every column that is read, once each."""
         prompt = (self.prompt,) if self.template is None else template_columns(self.template)
-        answer = () if self.answer is None else (self.answer,)
-        return tuple(dict.fromkeys((*prompt, *answer, *(column for column, _ in self.extra))))
+        others = tuple(column for column in (self.answer, self.images) if column is not None)
+        return tuple(dict.fromkeys((*prompt, *others, *(column for column, _ in self.extra))))
 
     @cached_property
     def arrays(self) -> frozenset[str]:
         """The columns with more than one value per row."""
-        return frozenset(column for column, made in self.extra if array_wanted(made))
+        arrays = frozenset(column for column, made in self.extra if array_wanted(made))
+        return arrays if self.images is None else arrays | {self.images}
 
     def of(self, dataset: Dataset) -> Schema:
         """This layout with the columns that the data set names itself."""
@@ -85,11 +92,14 @@ class Schema:
     def read(self, row: Mapping[str, Any], where: str, *, folder: Path | None = None, arrays: bool = True) -> tuple:
         """The values of `fields`: texts, numbers and numpy arrays. Raises StageError with one problem at `where`.
 
-        Relative paths of images start at `folder`. Without `arrays`, array columns are skipped unread.
+        Relative paths of images start at `folder`. Without `arrays`, array columns are skipped unread; with a `folder`,
+        it is then checked that files of images exist.
         """
         values: list[Any] = list(self._prompt(row, where))
         if self.answer is not None:
             values.insert(1, self._text(row, self.answer, where))
+        if self.images is not None and (arrays or folder is not None):
+            values += self._images(row, values[-1] if self.chat else values[0], where, folder or Path(), read=arrays)
         for column, made in self.extra:
             if made.dtype == "str":
                 values.append(self._text(row, column, where))
@@ -104,6 +114,31 @@ class Schema:
                     raise _mistyped(where, column, made, reason)
                 values.append(value)
         return tuple(values)
+
+    def _images(
+        self, row: Mapping[str, Any], prompt: str, where: str, folder: Path, *, read: bool
+    ) -> Iterator[np.ndarray]:
+        """The images of a row whose prompt has this text, or messages as JSON; none if they are not to be `read`."""
+        import numpy as np
+
+        assert self.images is not None
+        files, reason = image_files(_found(row, self.images, where), folder, read=read)
+        if reason:
+            raise _problem(
+                where,
+                f"column {self.images!r} {reason}",
+                "a row has an image, a list of images, or null",
+                "give each image as its path relative to the data's folder, or as its bytes",
+            )
+        if reason := mark_reason([prompt], len(files)):
+            raise _problem(
+                where,
+                f"the row has {reason} in its prompt",
+                f"each {MARK} stands for an image, in order; without any, images precede the prompt",
+                f"write {MARK} once for each image",
+            )
+        if read:
+            yield np.frombuffer(framed(files), dtype=np.uint8)
 
     def _prompt(self, row: Mapping[str, Any], where: str) -> Iterator[str]:
         """The prompt and, with `chat`, the messages."""

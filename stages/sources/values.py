@@ -92,6 +92,23 @@ def column_of(made: Field, values: Sequence[Any], repeat: int) -> Column:
     return torch.stack(rows).repeat_interleave(repeat, dim=0)
 
 
+def image_files(value: object, folder: Path, *, read: bool = True) -> tuple[list[bytes], str | None]:
+    """The files of a row's images, and None; or why they cannot be read. A row has one image, a list of them, or none
+    (null). Unless they are to be `read`, only looks whether they exist."""
+    files: list[bytes] = []
+    listed = value if isinstance(value, list | tuple) else [] if value is None else [value]
+    for entry in listed:
+        if not read and isinstance(path := entry.get("path") if isinstance(entry, Mapping) else entry, str):
+            if not (folder / path).is_file() and not (isinstance(entry, Mapping) and entry.get("bytes")):
+                return [], f"names the missing file {path!r}"
+            continue
+        encoded, reason = _encoded(entry, folder)
+        if encoded is None or reason:
+            return [], reason or f"has {_shown(entry)}, which is no image"
+        files.append(encoded)
+    return (files if read else [b""] * len(listed)), None
+
+
 def _encoded(value: object, folder: Path) -> tuple[bytes | None, str | None]:
     """The bytes of a file, or why they cannot be read; (None, None) if the value is not a file."""
     if isinstance(value, list) and len(value) == 1 and isinstance(value[0], Mapping | str | bytes):

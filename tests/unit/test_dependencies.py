@@ -16,6 +16,7 @@ PACKAGE_OF = {  # module -> package, where the names differ
     "megatron": "megatron-core",
     "mlflow": "mlflow-skinny",
     "nccl": "nccl4py",
+    "PIL": "pillow",
     "transfer_queue": "TransferQueue",
 }
 THROUGH = {"triton": "torch"}  # a package that a declared one brings

@@ -284,7 +284,7 @@ def test_a_published_hybrid_with_latent_experts():
     """Nemotron 3 Super: 120B weights and 12B per token, says its name. By hand, one layer of each kind."""
     config = {
         "model_type": "nemotron_h",
-        "hybrid_override_pattern": "MEMEMEM*EMEMEMEM*EMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEM*EMEMEMEME",
+        "hybrid_override_pattern": "MEMEMEM*EMEMEMEM*EMEMEMEM*EMEMEMEMEM*" + 3 * "EMEMEMEMEM*" + "EMEMEMEM*EMEMEMEME",
         "hidden_size": 4096,
         "vocab_size": 131072,
         "num_attention_heads": 32,

@@ -37,6 +37,7 @@ DISTRIBUTIONS = {
     "grpc": "grpcio",
     "nccl": "nccl4py",
     "mlflow": "mlflow-skinny",
+    "PIL": "pillow",
 }
 COMES_WITH_TORCH = {"triton"}  # its GPU builds include it
 ONLY_IN = {"ray": "pipeline/executors", "transfer_queue": "pipeline/data_plane", "aiohttp": "pipeline/web"}

@@ -27,8 +27,8 @@ class Projection(torch.nn.Linear):
 
 
 class LatentMixture(MoELayer):
-    """Routes hidden states, and projects them to `latent` numbers before experts and back after these. The shared expert
-    has hidden states."""
+    """Routes hidden states, and projects them to `latent` numbers before experts and back after these. The shared
+    expert has hidden states."""
 
     def __init__(self, config: TransformerConfig, submodules: MoESubmodules, *, latent: int, **given: Any) -> None:
         inside = copy(config)

@@ -18,23 +18,35 @@ from typing import Any
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from pipeline import Model, StageError
 from pipeline.errors import Problem, message_of
 from stages.backends.model.precision import kept_dtype
+from stages.images import is_seeing
 from stages.model_files import refuse_code
 
 PAD, EOS = "<pad>", "<eos>"
 BYTES = "bytes"  # as an alphabet
+START, IMAGE, END, VIDEO = SEEING_TOKENS = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>")
 
 
 def load_tokenizer(model: Model) -> PreTrainedTokenizerBase:
     """The tokenizer of a model. Raises StageError if the source cannot be loaded."""
     if model.config is not None:
-        return byte_tokenizer() if model.alphabet == BYTES else character_tokenizer(model.alphabet or "")
+        made = byte_tokenizer() if model.alphabet == BYTES else character_tokenizer(model.alphabet or "")
+        if is_seeing(model.config):
+            made.add_special_tokens({"additional_special_tokens": list(SEEING_TOKENS)})
+        return made
     refuse_code(model)
     try:
         return AutoTokenizer.from_pretrained(model.source, trust_remote_code=model.trust_remote_code)
@@ -56,13 +68,23 @@ def load_network(
     else:
         refuse_code(model)
         try:
-            network = AutoModelForCausalLM.from_pretrained(model.source, dtype=first, **trust(model))
+            network = _class_of(model).from_pretrained(model.source, dtype=first, **trust(model))
         except Exception as error:  # whatever is in the folder
             raise StageError(not_loaded(model, error)) from error
     network = convert(network, first, device).eval()
     if model.warm_start is not None:
         model.warm_start.run(network, tokenizer, model.seed)
     return convert(network, dtype, device)
+
+
+def auto_class(seeing: bool) -> Any:
+    """The class of transformers that loads a model that sees images, or only reads."""
+    return AutoModelForImageTextToText if seeing else AutoModelForCausalLM
+
+
+def _class_of(model: Model) -> Any:
+    config = AutoConfig.from_pretrained(model.source, trust_remote_code=model.trust_remote_code)
+    return auto_class(is_seeing(config.to_dict()))
 
 
 def convert(network: Any, dtype: torch.dtype, device: torch.device) -> Any:
@@ -118,7 +140,7 @@ def closing_tokens(network: PreTrainedModel, tokenizer: PreTrainedTokenizerBase)
     found: set[int] = set()
     for ids in (
         network.generation_config.eos_token_id if network.generation_config else None,
-        network.config.eos_token_id,
+        network.config.get_text_config().eos_token_id,
         tokenizer.eos_token_id,
     ):
         found.update([ids] if isinstance(ids, int) else ids or ())
@@ -146,31 +168,45 @@ def _not_built(model: Model, error: Exception) -> Problem:
     return Problem(where=str(model.location), what=what, why=why, fix=fix)
 
 
-def build(
-    model: Model, tokenizer: PreTrainedTokenizerBase, auto: Any = AutoModelForCausalLM, **settings: Any
-) -> PreTrainedModel:
+def build(model: Model, tokenizer: PreTrainedTokenizerBase, auto: Any = None, **settings: Any) -> PreTrainedModel:
     """The randomly initialized network of a model with a config. `auto` selects the head, `settings` go into the
     config. Raises StageError if the config has no room for the alphabet."""
-    config = dict(model.config or {}) | settings
-    embedding_std = config.pop("embedding_std", None)
-    config.setdefault("vocab_size", len(tokenizer))
-    if config["vocab_size"] < len(tokenizer):
-        raise StageError(
-            Problem(
-                where=str(model.location),
-                what=f"vocab_size is {config['vocab_size']} and the alphabet needs {len(tokenizer)} tokens",
-                why="each character, padding and end of sequence need a row in the embedding",
-                fix="omit vocab_size, or make it larger",
-            )
-        )
-    config |= {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
+    embedding_std = (model.config or {}).get("embedding_std")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(model.seed)
         try:  # the config is the user's
-            made = AutoConfig.for_model(config.pop("model_type"), **config)
-            network = auto.from_config(made, dtype=torch.float32)
+            auto = auto or auto_class(is_seeing(model.config or {}))
+            network = auto.from_config(built_config(model, tokenizer, **settings), dtype=torch.float32)
+        except StageError:
+            raise
         except Exception as error:
             raise StageError(_not_built(model, error)) from error
         if embedding_std is not None:
             torch.nn.init.normal_(network.get_input_embeddings().weight, std=embedding_std)
     return network
+
+
+def built_config(model: Model, tokenizer: PreTrainedTokenizerBase, **settings: Any) -> Any:
+    """The Hugging Face config of a model with a config, completed by what its tokenizer says. Of a model that sees
+    images, vocabulary and ids of a text are those of its `text_config`. Raises StageError if there is no room for the
+    alphabet."""
+    config = {name: value for name, value in (model.config or {}).items() if name != "embedding_std"} | settings
+    seeing = is_seeing(config)
+    text = dict(config.get("text_config") or {}) if seeing else config
+    text.setdefault("vocab_size", len(tokenizer))
+    if text["vocab_size"] < len(tokenizer):
+        raise StageError(
+            Problem(
+                where=str(model.location),
+                what=f"vocab_size is {text['vocab_size']} and the alphabet needs {len(tokenizer)} tokens",
+                why="each character, padding and end of sequence need a row in the embedding",
+                fix="omit vocab_size, or make it larger",
+            )
+        )
+    ids = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
+    text |= ids
+    if seeing:
+        names = ("vision_start_token_id", "image_token_id", "vision_end_token_id", "video_token_id")
+        own = {name: tokenizer.convert_tokens_to_ids(token) for name, token in zip(names, SEEING_TOKENS)}
+        config |= ids | own | {"text_config": text}
+    return AutoConfig.for_model(config.pop("model_type"), **config)

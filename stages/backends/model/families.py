@@ -69,14 +69,30 @@ HYBRID_NAMES = (  # Llama's and NemotronH's
     (".self_attn.", ".mixer."),
     (".mlp.", ".mixer."),
 )
+READERS: Mapping[str, str] = {"qwen3_vl": "qwen3"}  # models that see images: the family of the part that reads
+READER_NAMES = (("model.", "model.language_model."),)  # Llama's, and those of that part
 _REFUSED: Mapping[str, str] = {  # families that are known, and why no engine builds them layer by layer
     "gpt_oss": "Megatron-core 0.16.1 computes neither attention sinks nor sliding windows without Transformer Engine",
+    "qwen3_vl": "Megatron-core 0.16.1 has no layers of Qwen-VL that see images",
+    "qwen2_5_vl": "Megatron-core 0.16.1 has no layers of Qwen-VL that see images",
 }
 
 
 def knows(config: Mapping[str, Any]) -> bool:
     """Whether `decoder_of` accepts it."""
     return not any(_problems(config, ""))
+
+
+def reader_of(config: Mapping[str, Any]) -> Decoder | None:
+    """What reads text in a model: the model, or that part of one that sees images. None if `decoder_of` does not accept
+    it."""
+    family = READERS.get(str(config.get("model_type")))
+    if family is None:
+        return decoder_of(config, "") if knows(config) else None
+    text = config["text_config"]
+    tied = bool(config.get("tie_word_embeddings") or text.get("tie_word_embeddings"))
+    text = {**text, "model_type": family, "tie_word_embeddings": tied}
+    return replace(decoder_of(text, ""), renamed=READER_NAMES) if knows(text) else None
 
 
 def decoder_of(config: Mapping[str, Any], where: str) -> Decoder:

@@ -28,6 +28,7 @@ from pipeline.errors import Problem, as_os_error
 from stages.backends.model.adapters import PEFT, write_adapter_config
 from stages.backends.model.build import load_network, load_tokenizer
 from stages.backends.model.text import identity
+from stages.backends.model.vision import write_processor
 from stages.backends.model.weights import weights
 from stages.model_files import refuse_code
 
@@ -89,6 +90,7 @@ def write_description(network: PreTrainedModel, tokenizer: PreTrainedTokenizerBa
         if network.generation_config is not None:
             network.generation_config.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
+        write_processor(network.config, str(network.config.name_or_path), folder)
 
 
 def base_of(model: Model, run_dir: Path | None) -> str | Path:

@@ -6,6 +6,7 @@ All backends share it, so a text has the same tokens in sampling and training.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,7 +18,11 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from pipeline import Model, StageError
 from pipeline.declare.columns import Ragged
 from pipeline.errors import Problem
-from stages.backends.model.build import BYTES, load_tokenizer
+from stages.backends.model.build import BYTES, SEEING_TOKENS, load_tokenizer
+from stages.backends.model.vision import Pictures, Vision, load_vision
+from stages.images import MARK
+
+_SEEING = re.compile("|".join(map(re.escape, SEEING_TOKENS)))
 
 
 class Tokenizers:
@@ -25,6 +30,7 @@ class Tokenizers:
 
     def __init__(self) -> None:
         self._tokenizers: dict[Model, PreTrainedTokenizerBase] = {}
+        self._visions: dict[Model, Vision] = {}
 
     def tokenizer(self, model: Model) -> PreTrainedTokenizerBase:
         """The model's tokenizer."""
@@ -33,14 +39,53 @@ class Tokenizers:
             self._tokenizers[key] = load_tokenizer(key)
         return self._tokenizers[key]
 
-    def encode(self, model: Model, texts: Sequence[str], *, chat: bool = False) -> Ragged:
-        """Token ids of each text. Raises StageError for a text that is empty or that the tokenizer cannot encode, and
-        for messages without a chat template."""
-        tokenizer = self.tokenizer(model)
-        distinct = list(dict.fromkeys(texts))
-        encoded = _templated(tokenizer, model, distinct) if chat else _encoded(tokenizer, model, distinct)
-        rows = {text: torch.tensor(ids, dtype=torch.long) for text, ids in zip(distinct, encoded)}
-        return Ragged.of([rows[text] for text in texts])
+    def vision(self, model: Model) -> Vision:
+        """How the model sees images."""
+        key = identity(model)
+        if key not in self._visions:
+            self._visions[key] = load_vision(key, self.tokenizer(key))
+        return self._visions[key]
+
+    def pictures(self, model: Model, images: Ragged | None) -> list[Pictures] | None:
+        """The images of each prompt; None if prompts have none."""
+        if images is None:
+            return None
+        vision = self.vision(model)
+        return [vision.pictures(row.numpy().tobytes()) for row in images.rows()]
+
+    def encode(self, model: Model, texts: Sequence[str], *, chat: bool = False, images: Ragged | None = None) -> Ragged:
+        """Token ids of each text. Raises StageError for a text that is empty or that the tokenizer cannot encode, for
+        messages without a chat template, and for prompts with other places for images than images."""
+        tokenizer, seen = self.tokenizer(model), self.pictures(model, images)
+        pairs: list[tuple[str, Pictures | None]] = [
+            (text, None if seen is None else seen[n]) for n, text in enumerate(texts)
+        ]
+        distinct = [*dict.fromkeys(pairs)]  # pictures are the same object if their files are equal
+        places = [text if images is None else self._places(model, text, images, chat) for text, images in distinct]
+        encoded = _templated(tokenizer, model, places) if chat else _encoded(tokenizer, model, places)
+        if seen is not None:
+            encoded = [self._expanded(model, pair, ids) for pair, ids in zip(distinct, encoded)]
+        rows = {pair: torch.tensor(ids, dtype=torch.long) for pair, ids in zip(distinct, encoded)}
+        return Ragged.of([rows[pair] for pair in pairs])
+
+    def _places(self, model: Model, text: str, images: Pictures, chat: bool) -> str:
+        vision = self.vision(model)
+        return vision.placed_messages(text, len(images)) if chat else vision.placed(text, len(images))
+
+    def _expanded(self, model: Model, pair: tuple[str, Pictures | None], ids: Sequence[int]) -> list[int]:
+        text, images = pair
+        assert images is not None
+        try:
+            return self.vision(model).expanded(ids, images)
+        except ValueError as error:
+            raise StageError(
+                Problem(
+                    where=f"prompt {text[:60]!r}",
+                    what=f"it {error}",
+                    why=f"each image has one place, which {MARK} marks, and no other text stands for one",
+                    fix=f"write {MARK} once for each image, or nowhere",
+                )
+            ) from error
 
     def decode(self, model: Model, ids: Ragged) -> list[str]:
         """The texts, without special tokens."""
@@ -93,7 +138,7 @@ def _encoded(tokenizer: PreTrainedTokenizerBase, model: Model, texts: Sequence[s
     """Token ids of each text. Raises StageError for an empty one, or a character outside the alphabet."""
     alphabet = set(model.alphabet or "") if model.config is not None and model.alphabet != BYTES else None
     for text in texts:
-        unknown = sorted(set(text) - alphabet) if alphabet else []
+        unknown = sorted(set(_SEEING.sub("", text)) - alphabet) if alphabet else []
         if unknown or not text:
             raise _cannot_say(model, text, unknown)
     encoded = tokenizer(list(texts)).input_ids

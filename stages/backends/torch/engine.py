@@ -10,6 +10,7 @@ import asyncio
 import copy
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -37,6 +38,7 @@ from stages.backends.model.text import identity
 from stages.backends.refit.source import peer_lost
 from stages.backends.refit.target import Target, acknowledged
 from stages.backends.torch.generate import decode, generate
+from stages.backends.torch.images import Seen
 from stages.backends.torch.optimize import WEIGHTS, TorchLearner
 from stages.backends.torch.reward_model import RewardModelOnDevice, open_reward_model
 from stages.backends.torch.routers import Routers
@@ -104,7 +106,9 @@ class TorchEngine(BaseTrainer):
         """Load the served copy."""
         self.network(model, _served(model))
 
-    def generate(self, model: Model, prompt_ids: Ragged, sampling: Sampling, draws: Draws | None) -> Generation:
+    def generate(
+        self, model: Model, prompt_ids: Ragged, sampling: Sampling, draws: Draws | None, *, images: Ragged | None = None
+    ) -> Generation:
         """Sample responses from the served copy."""
         network, pad, version = (
             self.network(model, _served(model)),
@@ -115,8 +119,9 @@ class TorchEngine(BaseTrainer):
         uniforms = draws.uniforms(sampling.max_tokens) if draws else None
         routers = self.routers(model, _served(model)) if sampling.routes else None
         return generate(
-            network, prompt_ids, sampling, uniforms, closing=closing, pad=pad, version=version, routers=routers
-        )
+            network, prompt_ids, sampling, uniforms, closing=closing, pad=pad, version=version, routers=routers,
+            seen=self._seen(model, images),
+        )  # fmt: skip
 
     async def stream(
         self,
@@ -128,6 +133,7 @@ class TorchEngine(BaseTrainer):
         group_size: int,
         version: int = 0,
         unwanted: Callable[[int], bool] = lambda group: False,
+        images: Ragged | None = None,
     ) -> AsyncGenerator[Decoded | Cancelled, None]:
         """Sample responses from the served copy, group by group."""
         network = self.network(model, _served(model))
@@ -142,6 +148,7 @@ class TorchEngine(BaseTrainer):
             version=lambda: self.served_version(model, version),
             unwanted=unwanted,
             routers=self.routers(model, _served(model)) if sampling.routes else None,
+            seen=self._seen(model, images),
         )
         while True:
             while identity(model) in self._between:
@@ -155,12 +162,14 @@ class TorchEngine(BaseTrainer):
             await asyncio.sleep(0)
 
     def score(
-        self, model: Model, prompt_ids: Ragged, response_ids: Ragged, shard: Shard, *, temperature: float
-    ) -> Ragged:
+        self, model: Model, prompt_ids: Ragged, response_ids: Ragged, shard: Shard, *, temperature: float,
+        images: Ragged | None = None,
+    ) -> Ragged:  # fmt: skip
         """Logprobs of the response tokens under the trained copy, or under the frozen copy if the model is frozen."""
         network = self.network(model, "trained" if model.trainable else "frozen")
         pad = _pad(self.tokenizer(model))
-        return score(network, prompt_ids, response_ids, shard, temperature=temperature, pad=pad)
+        seen = self._seen(model, images)
+        return score(network, prompt_ids, response_ids, shard, temperature=temperature, pad=pad, seen=seen)
 
     def score_replayed(
         self, model: Model, prompt_ids: Ragged, response_ids: Ragged, shard: Shard, *, temperature: float,
@@ -230,7 +239,12 @@ class TorchEngine(BaseTrainer):
     def _new_learner(self, model: Model, optimization: Optimization) -> TorchLearner:
         pad = _pad(self.tokenizer(model))
         network, routers = self.network(model, "trained"), self.routers(model, "trained")
-        return TorchLearner(network, optimization, pad=pad, ranks=self.ranks, routers=routers)
+        sees = partial(self._seen, model)
+        return TorchLearner(network, optimization, pad=pad, ranks=self.ranks, routers=routers, sees=sees)
+
+    def _seen(self, model: Model, images: Ragged | None) -> Seen | None:
+        pictures = self.pictures(model, images)
+        return None if pictures is None else (self.vision(model), pictures)
 
     def _placed(self, model: Model) -> Placed:
         return placed(self.network(model, "trained"), self.dtype)

@@ -21,6 +21,8 @@ from pipeline.declare.columns import Ragged
 from stages.backends import Cancelled, Decoded, Generation, Sampling, samples_of
 from stages.backends.choose import choose
 from stages.backends.model.padding import pad_left, unpad_right
+from stages.backends.model.vision import Pictures
+from stages.backends.torch.images import Seen, SeenSample, Sight
 from stages.backends.torch.routers import ChosenExperts, Routers, Routes
 
 
@@ -34,6 +36,7 @@ def generate(
     pad: int,
     version: int = 0,
     routers: Routers | None = None,
+    seen: Seen | None = None,
 ) -> Generation:
     """Sample responses to N prompts: `decode` with all of them in one group."""
     events = decode(
@@ -46,6 +49,7 @@ def generate(
         group_size=len(prompt_ids),
         version=lambda: version,
         routers=routers,
+        seen=seen,
     )
     return next(event.made for event in events if isinstance(event, Decoded))
 
@@ -63,6 +67,7 @@ def decode(
     version: Callable[[], int],
     unwanted: Callable[[int], bool] = lambda group: False,
     routers: Routers | None = None,
+    seen: Seen | None = None,
 ) -> Iterator[Decoded | Cancelled | None]:
     """Sample responses to N prompts. Yields one item per token: the groups that ended with it, or None.
 
@@ -73,12 +78,13 @@ def decode(
     """
     stamp = version()
     with _recording(routers) as experts:
-        cache, logits_BV, mask_BS, next_B = _prefill(network, prompt_ids, pad)
+        cache, logits_BV, mask_BS, next_B = _prefill(network, prompt_ids, pad, seen)
     device = network.device
     uniforms_NT = None if uniforms is None else torch.as_tensor(uniforms, device=device)
     samples = _Samples(len(prompt_ids), group_size, sampling.max_tokens, closing, pad, device)
     if experts:
-        samples.routes = Routes(experts, *_distinct(prompt_ids), sampling.max_tokens)
+        distinct = _distinct(prompt_ids, None if seen is None else seen[1])
+        samples.routes = Routes(experts, *distinct, sampling.max_tokens)
     rows_B = torch.arange(len(prompt_ids), device=device)
     for t in range(sampling.max_tokens):
         uniform_B = None if uniforms_NT is None else uniforms_NT[rows_B, t]
@@ -102,7 +108,7 @@ def decode(
             logits_BV = network(
                 input_ids=chosen_B[:, None],
                 attention_mask=mask_BS,
-                position_ids=None if mask_BS is None else (next_B + t)[:, None],
+                position_ids=_positions(next_B + t, seen, needed=mask_BS is not None),
                 past_key_values=cache,
                 use_cache=True,
             ).logits[:, -1]
@@ -171,11 +177,18 @@ class _Samples:
         )
 
 
+def _positions(next_B: torch.Tensor, seen: Seen | None, *, needed: bool) -> torch.Tensor | None:
+    """Positions of the next tokens; with images, those of time, height and width, which are equal for text."""
+    if seen is not None:
+        return next_B[None, :, None].expand(3, -1, -1)
+    return next_B[:, None] if needed else None
+
+
 def _prefill(
-    network: PreTrainedModel, prompt_ids: Ragged, pad: int
+    network: PreTrainedModel, prompt_ids: Ragged, pad: int, seen: Seen | None
 ) -> tuple[DynamicCache, torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """Cache and next-token logits [N, V] of N prompts, the mask [N, P] if any is padded, and the lengths [N]."""
-    prompts, prompt_of = _distinct(prompt_ids)
+    """Cache and next-token logits [N, V] of N prompts, the mask [N, P] if any is padded, and the next positions [N]."""
+    prompts, prompt_of = _distinct(prompt_ids, None if seen is None else seen[1])
     of_sample = torch.tensor(prompt_of, device=network.device)
     lengths_B = torch.tensor([len(prompt) for prompt in prompts], device=network.device)
     prompts_BP = pad_left(Ragged.of(prompts), pad).to(network.device)
@@ -185,22 +198,38 @@ def _prefill(
         mask_BP = (torch.arange(width, device=network.device) >= width - lengths_B[:, None]).long()
         positions_BP = (mask_BP.cumsum(-1) - 1).clamp(min=0)
     cache = DynamicCache(config=network.config)
-    logits_BV = network(
-        input_ids=prompts_BP,
-        attention_mask=mask_BP,
-        position_ids=positions_BP,
-        past_key_values=cache,
-        use_cache=True,
-        logits_to_keep=1,
-    ).logits[:, -1]
+    given = {"input_ids": prompts_BP, "attention_mask": mask_BP, "past_key_values": cache, "use_cache": True}
+    if seen is None:
+        next_B, logits_BPV = lengths_B, network(position_ids=positions_BP, logits_to_keep=1, **given).logits
+    else:
+        sight = _sight(network, prompts_BP, prompts, prompt_of, seen)
+        next_B = sight.ends
+        with sight.shown(network) as arguments:
+            logits_BPV = network(position_ids=sight.positions_4NS[1:], logits_to_keep=1, **given, **arguments).logits
     cache.batch_select_indices(of_sample)
-    return cache, logits_BV[of_sample], None if mask_BP is None else mask_BP[of_sample], lengths_B[of_sample]
+    mask = None if mask_BP is None else mask_BP[of_sample]
+    return cache, logits_BPV[:, -1][of_sample], mask, next_B[of_sample]
 
 
-def _distinct(prompt_ids: Ragged) -> tuple[list[torch.Tensor], list[int]]:
+def _sight(
+    network: PreTrainedModel, prompts_BP: torch.Tensor, prompts: Sequence[torch.Tensor], prompt_of: Sequence[int],
+    seen: Seen,
+) -> Sight:  # fmt: skip
+    """The images of distinct prompts, padded on the left."""
+    vision, pictures = seen
+    samples = []
+    for b, prompt in enumerate(prompts):
+        length, own = len(prompt), pictures[prompt_of.index(b)]
+        start = prompts_BP.shape[1] - length
+        samples.append(SeenSample(row=b, start=start, length=length, prompt=length, pictures=own))
+    return Sight.of(network, vision, prompts_BP, samples)
+
+
+def _distinct(prompt_ids: Ragged, pictures: Sequence[Pictures] | None) -> tuple[list[torch.Tensor], list[int]]:
     """The distinct prompts in order of first appearance, and each sample's index into them."""
-    place: dict[tuple[int, ...], int] = {}
     rows = prompt_ids.rows()
-    index = [place.setdefault(tuple(row.tolist()), len(place)) for row in rows]
+    keys = [(*row.tolist(), *(pictures[n].names if pictures else ())) for n, row in enumerate(rows)]
+    place: dict[tuple[int | str, ...], int] = {}
+    index = [place.setdefault(key, len(place)) for key in keys]
     first = {p: i for i, p in reversed(list(enumerate(index)))}
     return [rows[first[p]] for p in range(len(place))], index

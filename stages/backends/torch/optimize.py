@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -19,6 +20,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ops.logprobs import entropy, selected_logprobs
+from pipeline.declare.columns import Ragged
 from pipeline.declare.ranks import Ranks
 from pipeline.declare.sharding import Microbatch, Update
 from stages.backends import Batch, Optimization
@@ -26,6 +28,7 @@ from stages.backends.interface import part
 from stages.backends.model.sharded import is_divided, like, whole
 from stages.backends.model.weights import live_weights, load_weights, state
 from stages.backends.objective import MAXIMA
+from stages.backends.torch.images import Seen
 from stages.backends.torch.routers import Routers, along
 from stages.backends.torch.score import predict
 from stages.backends.trainer import COUNTERS, BaseLearner, File
@@ -36,14 +39,14 @@ _MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
 
 class TorchLearner(BaseLearner):
-    """A network with its optimizer."""
+    """A network with its optimizer. `sees` finds the images of prompts in their column."""
 
     def __init__(
         self, network: PreTrainedModel, settings: Optimization, *, pad: int, ranks: Ranks | None = None,
-        routers: Routers | None = None,
+        routers: Routers | None = None, sees: Callable[[Ragged | None], Seen | None] = lambda images: None,
     ) -> None:  # fmt: skip
         super().__init__(settings, network.device, ranks or Ranks())
-        self.network, self.pad, self.routers = network, pad, routers
+        self.network, self.pad, self.routers, self._sees = network, pad, routers, sees
         self.disagreement = routers.disagreement if routers else None
         self.parameters = {name: p for name, p in network.named_parameters() if p.requires_grad}
         self.masters = {
@@ -73,8 +76,10 @@ class TorchLearner(BaseLearner):
     ) -> dict[str, torch.Tensor]:
         samples = microbatch.samples
         ids = (part(batch.prompt_ids, samples), part(batch.response_ids, samples))
+        seen = self._sees(None if batch.images is None else part(batch.images, samples))
+        given: Any = {"temperature": temperature, "pad": self.pad, "packed": packed, "seen": seen}
         with along(self.routers, batch.routes, *ids, microbatch, packed=packed):
-            made = predict(self.network, *ids, microbatch, temperature=temperature, pad=self.pad, packed=packed)
+            made = predict(self.network, *ids, microbatch, **given)
             with torch.set_grad_enabled(loss.needs_entropy):
                 entropy_NT = made.rectangle(entropy(made.logits))
             logprobs_NT = made.rectangle(selected_logprobs(made.logits, made.ids))

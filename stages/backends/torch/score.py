@@ -21,6 +21,7 @@ from pipeline.declare.columns import Ragged
 from pipeline.declare.sharding import Microbatch, Shard
 from stages.backends.interface import part
 from stages.backends.model.padding import pad_around
+from stages.backends.torch.images import Seen, SeenSample, Sight, seen_by
 from stages.backends.torch.routers import Routers, along
 
 
@@ -60,29 +61,44 @@ def predict(
     temperature: float,
     pad: int,
     packed: bool = False,
+    seen: Seen | None = None,
 ) -> Predicted:
     """Run one pass over a microbatch. Computes logits of response positions only. Models with a recurrent state get a
     rectangle, never a row: in transformers the state of a sample would pass to the next."""
     lengths, width = response_ids.lengths, microbatch.response
     device, packed = network.device, packed and not network._is_stateful
     if packed:
-        row = pack(prompt_ids.rows(), response_ids.rows())
-        ids_1S, positions_1S = row.ids_1S.to(device), row.positions_1S.to(device)
-        logits = network(
-            input_ids=ids_1S,
-            attention_mask=_masks(network, ids_1S, positions_1S),
-            position_ids=positions_1S,
-            use_cache=False,
-            logits_to_keep=row.keep_R.to(device),
-        ).logits
-        ids = row.targets_1R.to(device)
+        logits, ids = _packed(network, prompt_ids, response_ids, seen)
     else:
-        logits, ids = _padded(network, prompt_ids, response_ids, microbatch, pad)
+        logits, ids = _padded(network, prompt_ids, response_ids, microbatch, pad, seen)
     if temperature != 1.0:
         logits = logits.float() / temperature
     mask_NT = torch.arange(width, device=device) < torch.tensor(lengths, device=device)[:, None]
     starts = tuple(max(length - microbatch.prompt, 0) for length in prompt_ids.lengths)
     return Predicted(logits, ids, mask_NT, lengths, starts, width, packed)
+
+
+def _packed(
+    network: PreTrainedModel, prompt_ids: Ragged, response_ids: Ragged, seen: Seen | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Samples one after the other in one row."""
+    device = network.device
+    row = pack(prompt_ids.rows(), response_ids.rows())
+    ids_1S, positions_1S = row.ids_1S.to(device), row.positions_1S.to(device)
+    given = {"input_ids": ids_1S, "use_cache": False, "logits_to_keep": row.keep_R.to(device)}
+    if seen is None:
+        masks = _masks(network, ids_1S, positions_1S)
+        return network(attention_mask=masks, position_ids=positions_1S, **given).logits, row.targets_1R.to(device)
+    vision, pictures = seen
+    samples, start = [], 0
+    for prompt, response, own in zip(prompt_ids.lengths, response_ids.lengths, pictures):
+        length = prompt + response - 1  # the last token is no input
+        samples.append(SeenSample(row=0, start=start, length=length, prompt=prompt, pictures=own))
+        start += length
+    sight = Sight.of(network, vision, ids_1S, samples)
+    with sight.shown(network) as arguments:
+        logits_1RV = network(position_ids=sight.positions_4NS, **given, **arguments).logits
+    return logits_1RV, row.targets_1R.to(device)
 
 
 def _masks(network: PreTrainedModel, ids_1S: torch.Tensor, positions_1S: torch.Tensor) -> dict[str, Any] | None:
@@ -107,8 +123,9 @@ def _masks(network: PreTrainedModel, ids_1S: torch.Tensor, positions_1S: torch.T
 
 
 def _padded(
-    network: PreTrainedModel, prompt_ids: Ragged, response_ids: Ragged, microbatch: Microbatch, pad: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+    network: PreTrainedModel, prompt_ids: Ragged, response_ids: Ragged, microbatch: Microbatch, pad: int,
+    seen: Seen | None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Padding before prompts is masked; padding after responses needs no mask, as attention is causal."""
     device, P, T = network.device, microbatch.prompt, microbatch.response
     rows_NW = pad_around(prompt_ids, response_ids, pad, P, T).to(device)
@@ -118,16 +135,27 @@ def _padded(
         left_N1 = torch.tensor([max(P - length, 0) for length in prompt_ids.lengths], device=device)[:, None]
         mask_NS = (torch.arange(P + T - 1, device=device) >= left_N1).long()
         positions_NS = (mask_NS.cumsum(-1) - 1).clamp(min=0)
-    logits_NTV = network(
-        input_ids=inputs_NS, attention_mask=mask_NS, position_ids=positions_NS, use_cache=False, logits_to_keep=T
-    ).logits
-    return logits_NTV, ids_NT
+    given = {"input_ids": inputs_NS, "attention_mask": mask_NS, "use_cache": False, "logits_to_keep": T}
+    if seen is None:
+        return network(position_ids=positions_NS, **given).logits, ids_NT
+    vision, pictures = seen
+    sight = Sight.of(
+        network,
+        vision,
+        inputs_NS,
+        [
+            SeenSample(row=n, start=max(P - prompt, 0), length=prompt + response - 1, prompt=prompt, pictures=own)
+            for n, (prompt, response, own) in enumerate(zip(prompt_ids.lengths, response_ids.lengths, pictures))
+        ],
+    )
+    with sight.shown(network) as arguments:
+        return network(position_ids=sight.positions_4NS[1:], **given, **arguments).logits, ids_NT
 
 
 @torch.no_grad()
 def score(
     network: PreTrainedModel, prompt_ids: Ragged, response_ids: Ragged, shard: Shard, *, temperature: float, pad: int,
-    routers: Routers | None = None, routes: Ragged | None = None,
+    routers: Routers | None = None, routes: Ragged | None = None, seen: Seen | None = None,
 ) -> Ragged:  # fmt: skip
     """Logprobs of the response tokens: float32, at most 0, on the CPU, in sample order; with `routes`, those with these
     experts."""
@@ -135,10 +163,9 @@ def score(
     for update in shard.updates:
         for microbatch in update.microbatches:
             prompts, responses = (part(column, microbatch.samples) for column in (prompt_ids, response_ids))
+            given: Any = {"temperature": temperature, "pad": pad, "packed": shard.packed}
             with along(routers, routes, prompts, responses, microbatch, packed=shard.packed):
-                made = predict(
-                    network, prompts, responses, microbatch, temperature=temperature, pad=pad, packed=shard.packed
-                )
+                made = predict(network, prompts, responses, microbatch, seen=seen_by(seen, microbatch.samples), **given)
             logprobs = selected_logprobs(made.logits, made.ids).float().clamp_(max=0.0)
             flat = (logprobs[0] if made.packed else made.rectangle(logprobs)[made.mask_NT]).cpu()
             rows |= zip(microbatch.samples, flat.split(list(responses.lengths)))

@@ -32,6 +32,9 @@ from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.models import ModelRegistry
+from vllm.multimodal import MULTIMODAL_REGISTRY
+from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems, PlaceholderRange
 from vllm.outputs import RequestOutput
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind, SamplingParams
@@ -54,12 +57,17 @@ from stages.backends.vllm.weights import RankAnswer
 from stages.lora import LoRA
 
 __all__ = [
+    "MULTIMODAL_REGISTRY",
     "AsyncLLM",
     "BatchUpdate",
     "EngineDeadError",
     "LogitsProcessor",
     "LogitsProcessors",
+    "ModelRegistry",
     "MoveDirectionality",
+    "MultiModalFieldConfig",
+    "MultiModalKwargsItems",
+    "PlaceholderRange",
     "SamplerOutput",
     "SecondSampler",
     "WeightTransferEngine",
@@ -96,6 +104,7 @@ EXECUTORS = ("uniproc_executor", "multiproc_executor")
 INTERVAL = 64  # tokens per request between two outputs
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM allocates slots for
 ADAPTERS = 256  # that wait in memory for a slot, at most; each takes memory only when it is there
+LATER = ("mm_device_do_normalize",)  # settings that vLLM 0.26 does not have
 NGRAM = (2, 4)  # the fewest and the most last tokens that are looked up earlier in a request
 
 
@@ -136,7 +145,10 @@ def open_llm(
     """
     if speculate and has_second_runner():
         raise ValueError(f"only the first model runner verifies drafts, and {SECOND_RUNNER} chooses the second one")
+    if families.family_of(folder) in families.FAMILIES and has_second_runner():
+        raise ValueError(f"only the first model runner computes images, and {SECOND_RUNNER} chooses the second one")
     settings = families.settings(folder, gpus=gpus)
+    settings = {name: value for name, value in settings.items() if name not in LATER or _takes(name)}
     if speculate:
         settings |= _speculation(speculate, draft, tensor_parallel)
         _end_at_stop_texts()
@@ -189,6 +201,11 @@ def _speculation(tokens: int, draft: Path | None, tensor_parallel: int) -> dict[
     return {"speculative_config": {"num_speculative_tokens": tokens, **by}, "async_scheduling": False}
 
 
+def _takes(name: str) -> bool:
+    """Whether this version has the setting."""
+    return any(each.name == name for each in fields(AsyncEngineArgs))
+
+
 def _adapters(lora: LoRA, slots: int, family: str) -> dict[str, Any]:
     """Settings of an engine with adapters. Layers without one, so experts, are left alone where vLLM can do so."""
     if has_second_runner():
@@ -199,7 +216,7 @@ def _adapters(lora: LoRA, slots: int, family: str) -> dict[str, Any]:
         "max_cpu_loras": max(ADAPTERS, slots),
         "max_lora_rank": next(rank for rank in RANKS if rank >= lora.rank),
     }
-    if any(each.name == "lora_target_modules" for each in fields(AsyncEngineArgs)):
+    if _takes("lora_target_modules"):
         settings["lora_target_modules"] = [*lora.names(family)]
     return settings
 
@@ -297,14 +314,14 @@ def parameters(
 
 
 async def outputs(
-    llm: AsyncLLM, prompt: Sequence[int], params: SamplingParams, name: str, adapter: int | None = None
+    llm: AsyncLLM, prompt: Any, params: SamplingParams, name: str, adapter: int | None = None
 ) -> AsyncIterator[tuple[list[int], str | None, np.ndarray | None]]:
     """Progress of a request: its tokens so far, in a list that grows, and finally the finish reason (stop, length,
     abort) and, if the engine returns them, the experts of all tokens but the last, [tokens, layers, experts chosen].
     `adapter` is the number of one that all ranks have."""
     tokens: list[int] = []
     lora = None if adapter is None else LoRARequest(f"adapter-{adapter}", adapter, "from memory")
-    async for output in llm.generate({"prompt_token_ids": list(prompt)}, params, name, lora_request=lora):
+    async for output in llm.generate(prompt, params, name, lora_request=lora):
         made: Any = output.outputs[0]
         tokens.extend(made.token_ids)
         yield tokens, made.finish_reason, made.routed_experts
@@ -400,10 +417,12 @@ async def pause(llm: AsyncLLM) -> None:
 
 
 async def forget(llm: AsyncLLM) -> None:
-    """Clear the KV cache of a paused engine, running requests included. Pausing can do this too, but then asks all
-    ranks twice about image caches, which these models do not have."""
+    """Clear the KV cache of a paused engine, running requests included, and what it computed of images. Pausing can do
+    this too, but then asks all ranks twice about image caches, which most models do not have."""
     if not await llm.reset_prefix_cache(reset_running_requests=True):
         raise RuntimeError("vLLM has not cleared its cache")
+    if llm.vllm_config.model_config.multimodal_config is not None:
+        await llm.reset_encoder_cache()
 
 
 async def verify(llm: AsyncLLM) -> None:

@@ -25,6 +25,7 @@ from pipeline.errors import PeerLost, Problem, Unfit, message_of
 from stages.backends.interface import ServedWeights
 from stages.backends.refit.target import NotAsOfferedError, acknowledged, slowest
 from stages.backends.vllm import api as versions
+from stages.backends.vllm import families, vision
 from stages.backends.vllm.requests import Request
 from stages.backends.vllm.weights import VersionShares
 from stages.lora import LoRA
@@ -191,7 +192,8 @@ class Client:
 
     async def _follow(self, llm: versions.AsyncLLM, request: Request) -> None:
         try:
-            async for made in versions.outputs(llm, request.prompt, request.params, request.name, request.adapter):
+            prompt = vision.prompt(request.prompt, request.pictures, request.runs)
+            async for made in versions.outputs(llm, prompt, request.params, request.name, request.adapter):
                 request.tokens, request.ended, request.routes = made
                 self._heard_s = time.monotonic()
                 if request.unwanted and request.ended is None:
@@ -226,6 +228,7 @@ class Client:
         if self._weights is not None and self._weights.route.meeting is not None:
             raise Unfit(self._not_again())
         setup = self.setup
+        vision.register(families.architecture_of(setup.folder))
         try:
             self._llm = llm = versions.open_llm(
                 setup.folder,

@@ -113,11 +113,12 @@ class VllmEngine(Tokenizers):
             raise StageError(self._second(self._started.model, model))
         return self._started
 
-    def generate(self, model: Model, prompt_ids: Ragged, sampling: Sampling, draws: Draws | None) -> Generation:
+    def generate(
+        self, model: Model, prompt_ids: Ragged, sampling: Sampling, draws: Draws | None, *, images: Ragged | None = None
+    ) -> Generation:
         """Sample responses from the served copy."""
-        running = RunningRequests(
-            self.client(model), self._requests(model, prompt_ids, sampling, draws), len(prompt_ids)
-        )
+        requests = self._requests(model, prompt_ids, sampling, draws, images)
+        running = RunningRequests(self.client(model), requests, len(prompt_ids))
         ended: list[Lot] = []
         try:
             while not ended:
@@ -136,9 +137,11 @@ class VllmEngine(Tokenizers):
         group_size: int,
         version: int = 0,
         unwanted: Callable[[int], bool] = lambda group: False,
+        images: Ragged | None = None,
     ) -> AsyncGenerator[Decoded | Cancelled, None]:
         """Sample responses from the served copy; groups arrive in completion order."""
-        running = RunningRequests(self.client(model), self._requests(model, prompt_ids, sampling, draws), group_size)
+        requests = self._requests(model, prompt_ids, sampling, draws, images)
+        running = RunningRequests(self.client(model), requests, group_size)
         open_groups = set(range(len(prompt_ids) // group_size))
         given_up: set[int] = set()
         try:
@@ -188,7 +191,9 @@ class VllmEngine(Tokenizers):
             self._started.client.close()
             self._started = None
 
-    def _requests(self, model: Model, prompt_ids: Ragged, sampling: Sampling, draws: Draws | None) -> list[Request]:
+    def _requests(
+        self, model: Model, prompt_ids: Ragged, sampling: Sampling, draws: Draws | None, images: Ragged | None
+    ) -> list[Request]:
         from stages.backends.vllm.api import parameters
         from stages.backends.vllm.choice import request_choice
         from stages.backends.vllm.requests import Request
@@ -196,7 +201,7 @@ class VllmEngine(Tokenizers):
         served = self._of(model)
         if max(prompt_ids.lengths) + sampling.max_tokens > served.longest:
             raise StageError(self._too_long(max(prompt_ids.lengths), sampling.max_tokens, served.longest))
-        made = []
+        made, pictures = [], self.pictures(model, images)
         for position, prompt in enumerate(prompt_ids.rows()):
             name = str(next(self._names))
             draw = None if draws is None else (draws.seed, draws.groups[position], draws.samples[position])
@@ -204,7 +209,11 @@ class VllmEngine(Tokenizers):
             params = parameters(
                 max_tokens=sampling.max_tokens, closing=served.closing, stop=sampling.stop, choice=choice
             )
-            made.append(Request(position=position, name=name, prompt=prompt.tolist(), params=params))
+            request = Request(position=position, name=name, prompt=prompt.tolist(), params=params)
+            if pictures is not None:
+                request.pictures = pictures[position]
+                request.runs = [*self.vision(model).runs(request.prompt, request.pictures)]
+            made.append(request)
         return made
 
     def _layers_of(self, sampling: Sampling) -> list[int] | None:
@@ -270,7 +279,11 @@ def _closing(folder: Path, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     generation = (folder / "generation_config.json").is_file() and GenerationConfig.from_pretrained(folder)
     found: set[int] = set()
-    for ids in (generation.eos_token_id if generation else None, config.eos_token_id, tokenizer.eos_token_id):
+    for ids in (
+        generation.eos_token_id if generation else None,
+        config.get_text_config().eos_token_id,
+        tokenizer.eos_token_id,
+    ):
         found.update([ids] if isinstance(ids, int) else ids or ())
     return sorted(found)
 

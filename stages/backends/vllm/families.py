@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from stages.backends.model.experts import single
+from stages.images import FAMILIES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,8 +57,22 @@ def family_of(folder: Path) -> str:
     return str(json.loads((folder / "config.json").read_text()).get("model_type"))
 
 
+def architecture_of(folder: Path) -> str:
+    """Return the name of the class of the model in a folder."""
+    return str(next(iter(json.loads((folder / "config.json").read_text()).get("architectures") or [""])))
+
+
+SEEING = {  # of models that see images
+    "limit_mm_per_prompt": {"video": 0},
+    "mm_processor_cache_gb": 0,  # it is of vLLM's own processor
+    "mm_device_do_normalize": False,  # patches are normalized
+}
+
+
 def settings(folder: Path, *, gpus: bool) -> dict[str, Any]:
     """Return arguments for an engine of the model in a folder."""
     needs = NEEDS.get(family_of(folder), Needs())
     found = {} if gpus else dict(needs.on_cpu)
+    if family_of(folder) in FAMILIES:
+        found |= SEEING | ({} if gpus else {"skip_mm_profiling": True})
     return found | ({"hf_overrides": dict(needs.config)} if needs.config else {})

@@ -10,11 +10,12 @@ import msgspec
 import torch
 
 from stages.backends.device import bytes_in_use
-from stages.backends.vllm import adapters, speculation, transfer
+from stages.backends.vllm import adapters, speculation, transfer, vision
 from stages.backends.vllm.api import WeightTransferEngineFactory, has_second_runner
 from stages.backends.vllm.choice import logprobs_of, passes_of, tokens_of
 
 WeightTransferEngineFactory.register_engine(transfer.NAME, transfer.__name__, transfer.Transfer.__name__)
+vision.install()
 if has_second_runner():
     from stages.backends.vllm import sampler
 

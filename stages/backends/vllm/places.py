@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 
 from ops.refit.layout import ITEM_BYTES, Box, Place, Tensor
 from stages.backends.model.decoder import Decoder, Dense, Grouped, Latent, Sparse, StateSpace
+from stages.backends.model.families import HYBRID_NAMES, READER_NAMES
 from stages.backends.model.precision import kept_dtype
 
 Range: TypeAlias = tuple[int, int]
@@ -28,12 +29,22 @@ def places(decoder: Decoder, rank: int, ranks: int, item_bytes: int) -> list[Pla
     found = list(_places(decoder, _Rank(rank, ranks, decoder.hidden, item_bytes)))
     if not decoder.renamed:
         return found
-    return [replace(p, tensor=decoder.called(p.tensor), buffer=_renamed(decoder.called(p.buffer))) for p in found]
+    return [replace(p, tensor=decoder.called(p.tensor), buffer=_buffer(decoder, p.buffer)) for p in found]
 
 
-def _renamed(name: str) -> str:
-    """vLLM's name of a parameter, from that of a tensor of NemotronH (models/nemotron_h.py, hf_to_vllm_mapper)."""
-    return name.replace("backbone.", "model.").replace(".embeddings.", ".embed_tokens.")
+RENAMED = {  # parts of a folder's names, and vLLM's (models/nemotron_h.py and qwen3_vl.py, hf_to_vllm_mapper)
+    (): (),
+    HYBRID_NAMES: (("backbone.", "model."), (".embeddings.", ".embed_tokens.")),
+    READER_NAMES: (("model.language_model.", "language_model.model."), ("lm_head.", "language_model.lm_head.")),
+}
+
+
+def _buffer(decoder: Decoder, name: str) -> str:
+    """vLLM's name of a parameter that has this name in a Llama."""
+    name = decoder.called(name)
+    for theirs, own in RENAMED[decoder.renamed]:
+        name = name.replace(theirs, own)
+    return name
 
 
 @dataclass(frozen=True)
@@ -177,8 +188,8 @@ def shapes(decoder: Decoder, ranks: int) -> dict[str, tuple[int, ...]]:
         if place.buffer in found:
             size[dimension] += found[place.buffer][dimension]
         found[place.buffer] = tuple(size)
-    for name in ("model.embed_tokens.weight", "lm_head.weight"):
-        if name in found:
+    for llama in ("model.embed_tokens.weight", "lm_head.weight"):
+        if (name := _buffer(decoder, llama)) in found:
             found[name] = (_padded(decoder.vocab) // ranks, decoder.hidden)
     return found
 

@@ -10,18 +10,22 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
+    from stages.backends.model.vision import Pictures
     from stages.backends.vllm.api import AsyncLLM
 
 
 @dataclass(eq=False, kw_only=True)
 class Request:
-    """A sample in progress. `spans` are pairs (first token, version); version None means the folder's weights. `passes`
-    of the model that it took part in are counted with speculation."""
+    """A sample in progress. `runs` are first token and number of tokens of each image in its prompt. `spans` are pairs
+    (first token, version); version None means the folder's weights. `passes` of the model that it took part in are
+    counted with speculation."""
 
     position: int
     name: str
-    prompt: Sequence[int]
+    prompt: list[int]
     params: Any
+    pictures: Pictures | None = None
+    runs: list[tuple[int, int]] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     logprobs: np.ndarray | None = None  # float32, one per token; None if aborted
     passes: int = 0

@@ -17,7 +17,7 @@ import torch
 from ops.comm.stateless_group import GroupError
 from ops.refit.ledger import Ledger
 from ops.refit.share import Share, layout_of
-from stages.backends.model.families import decoder_of, knows
+from stages.backends.model.families import reader_of
 from stages.backends.refit.target import Received, Target
 from stages.backends.vllm.api import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo, load_anew
 from stages.backends.vllm.storage import Storage, differing, wrong_layers
@@ -144,11 +144,11 @@ class Transfer(WeightTransferEngine[Joined, Offered]):
         config, dtype = self.model_config.hf_config.to_dict(), self.model_config.dtype
         if quantized := self.model_config.quantization == "fp8":
             config.pop("quantization_config", None)  # otherwise it is a model that has no table
-        if not knows(config):
+        if (decoder := reader_of(config)) is None:
             return None
         assert isinstance(dtype, torch.dtype)
         ranks = self.parallel_config.tensor_parallel_size
-        return ParameterTable(decoder_of(config, ""), ranks, dtype, quantized=quantized)
+        return ParameterTable(decoder, ranks, dtype, quantized=quantized)
 
     def _load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         load_anew(self.vllm_config, self.model, weights)

@@ -13,7 +13,7 @@ import cloudpickle
 import msgspec
 import numpy as np
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from ops.refit.layout import Tensor
 from ops.refit.memory import Handle, Mark, SharedMemory
@@ -24,8 +24,10 @@ from pipeline.declare.task import MeetingPlace
 from stages.backends.interface import Route
 from stages.backends.model.adapters import attach
 from stages.backends.model.blocks import quantized_tensors
+from stages.backends.model.build import auto_class
 from stages.backends.model.places import placed
 from stages.backends.refit.target import Received
+from stages.images import is_seeing
 from stages.lora import LoRA
 
 
@@ -35,7 +37,7 @@ def expected(folder: Path, dtype: torch.dtype, lora: LoRA | None = None, weights
     first name."""
     with torch.device("meta"):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        network = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        network = auto_class(is_seeing(config.to_dict())).from_config(config, dtype=dtype)
         if lora is not None:
             attach(network, lora, seed=0, where=str(folder))
     network.tie_weights()
