@@ -63,7 +63,8 @@ ENGINES = ("rollout", "prev_logprobs", "train")
 
 def foretold(name: str, row: int) -> tuple[Forecast, dict[str, float]]:
     """A row of a kept result: its forecast, and the foretold seconds of a step and of its stages."""
-    command = json.loads((RESULTS / f"{name}.json").read_text())["command"].split(";")[row]
+    commands = json.loads((RESULTS / f"{name}.json").read_text())["command"].split(";")
+    command = commands[min(row, len(commands) - 1)]  # one command can make several rows
     prev = "field" if rows(name)[row]["prev_logprobs s"] else "own"
     options = step.flags().parse_args(["--prev", prev, *shlex.split(command.partition("benchmarks.gpu.step")[2])])
     policy = Model("model", config=SHAPES[options.model], alphabet="bytes")

@@ -43,8 +43,9 @@ class GraphFile:
         return (own or self.module.__doc__ or "").strip().partition("\n\n")[0]
 
     def beside(self, name: str) -> Any:
-        """Return what the module that defines graph() calls `name`, or None."""
-        return getattr(plain(self.function), "__globals__", {}).get(name)
+        """Return what the file calls `name`, or else what the module that defines graph() does; None if neither does."""
+        own = getattr(self.module, name, None)
+        return getattr(plain(self.function), "__globals__", {}).get(name) if own is None else own
 
     def build(self, values: Mapping[str, Any]) -> Graph:
         """Call graph(). Raises GraphError if it raises, or returns anything but a Graph."""
