@@ -28,6 +28,8 @@ from stages import (
     TruncatedIS,
 )
 
+RECOMPUTED: dict[str, Literal[False, "mlp", True]] = {"none": False, "mlp": "mlp", "layers": True}
+
 
 def graph(
     model: str = "Qwen/Qwen3-0.6B",
@@ -47,6 +49,7 @@ def graph(
     max_tokens: int = 512,
     microbatch: int = 8192,
     minibatches: int = 4,
+    recompute: Literal["none", "mlp", "layers"] = "none",
     lora_rank: int = 0,
     lr: float = 1e-6,
     kl: float = 0.001,
@@ -70,6 +73,8 @@ def graph(
     max_tokens          maximum tokens per response
     microbatch          tokens in one pass of the trainer, padding included; the longest prompt and max_tokens must fit
     minibatches         optimizer updates per batch
+    recompute           what the trainer computes again in the backward pass, to need less memory: nothing, feed-forward
+                        parts (megatron), or whole layers
     lora_rank           rank of an adapter that is trained in the place of the model (docs/lora.md); 0 trains the model
     lr                  learning rate; an adapter needs about ten times that of a whole model
     kl                  weight of the KL divergence from the model before training; above 0
@@ -99,6 +104,7 @@ def graph(
                 lr=lr,
                 minibatches=minibatches,
                 microbatch=passes,
+                checkpoint_activations=RECOMPUTED[recompute],
                 prev="own" if colocated else "field",
             ),
             Refit(policy, source=learner, target=sampler, transport=refit_transport),
@@ -114,3 +120,6 @@ def choices(gpus: int) -> Iterator[dict[str, object]]:
         yield fast | {"sampler_gpus": gpus, "learner_gpus": gpus, "colocated": True}
         for sampler_gpus in range(1, gpus):
             yield fast | {"sampler_gpus": sampler_gpus, "learner_gpus": gpus - sampler_gpus, "colocated": False}
+    for recompute in ("mlp", "layers"):  # slower, so taken only where nothing else fits
+        yield {"generator": "vllm", "trainer": "megatron", "microbatch": 8192, "sampler_gpus": gpus,
+               "learner_gpus": gpus, "colocated": True, "recompute": recompute}  # fmt: skip

@@ -57,6 +57,7 @@ def graph(
     max_tokens: int = 512,
     microbatch: int = 8192,
     minibatches: int = 4,
+    recompute: Literal["none", "mlp", "layers"] = "none",
     lr: float = 1e-6,
     kl: float = 0.001,
     evaluate_every: int = 20,
@@ -79,6 +80,8 @@ def graph(
     max_tokens          maximum tokens per response
     microbatch          tokens in one pass of the trainer, padding included; the longest prompt and max_tokens must fit
     minibatches         optimizer updates per batch
+    recompute           what the trainer computes again in the backward pass, to need less memory: nothing, feed-forward
+                        parts (megatron), or whole layers
     lr                  learning rate
     kl                  weight of the KL divergence from the model before training; above 0
     evaluate_every      steps between evaluations on problems of test.jsonl
@@ -111,6 +114,7 @@ def graph(
                 loss=ClippedLoss(kl=kl),
                 lr=lr,
                 minibatches=minibatches,
+                checkpoint_activations=grpo.RECOMPUTED[recompute],
                 microbatch=passes,
                 prev="own" if colocated else "field",
             ),

@@ -32,7 +32,7 @@ from stages.backends import (
     model_problems,
     one_shard,
 )
-from stages.forecast.megatron import Passes, held
+from stages.forecast.megatron import RECOMPUTED, Passes, held
 from stages.logprobs import division, scored, scoring_problems, sharding, speed
 from stages.losses import ClippedLoss, PolicyLoss, has_own_formula, loss_problems
 from stages.rollout import Rollout
@@ -77,7 +77,9 @@ class Train(Stage):
                                   concatenates them into rows without padding, with Megatron-core also without
                                   computing the prompt of a group again, if that pays
     temperature                   the rollout's temperature
-    checkpoint_activations        recompute activations in the backward pass: less memory, more time
+    checkpoint_activations        recompute activations in the backward pass: less memory, more time. True keeps the
+                                  inputs of layers only; "mlp", with Megatron-core, everything but what feed-forward
+                                  parts compute
     prev                          where the denominator of the ratio comes from: "field", the field prev_logprobs of a
                                   stage PrevLogprobs; or "own": the first minibatch has the logprobs of its own pass,
                                   and the others are scored before the first update, in the rows of their updates
@@ -113,7 +115,7 @@ class Train(Stage):
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup: int = 0
     temperature: float = 1.0
-    checkpoint_activations: bool = False
+    checkpoint_activations: bool | Literal["mlp"] = False
     prev: Literal["field", "own"] = "field"
 
     name = "train"
@@ -220,6 +222,7 @@ class Train(Stage):
         yield f"schedule={shown(self.schedule)}", self.schedule in SCHEDULES, known, fix
         known, fix = "valid values are " + ", ".join(PREVS), f"prev={OWN!r}"
         yield f"prev={shown(self.prev)}", self.prev in PREVS, known, fix
+        yield from self._recomputed()
         why = "epochs must be a whole number, 1 or more"
         yield f"epochs={self.epochs!r}", is_whole(self.epochs, 1), why, "epochs=1"
         why = "warmup must be a whole number of updates, 0 (none) or more"
@@ -245,6 +248,14 @@ class Train(Stage):
         fix = "minibatches=" + " or ".join(str(number) for number in _divisors(batch, near=near))
         yield what, legal, "minibatches must be equal runs of whole groups", fix
 
+    def _recomputed(self) -> Iterable[tuple[str, bool, str, str]]:
+        given: Any = self.checkpoint_activations
+        what = f"checkpoint_activations={shown(given)}"
+        known = "valid values are " + ", ".join(map(repr, RECOMPUTED))
+        yield what, given == "mlp" or isinstance(given, bool), known, "checkpoint_activations=False"
+        whole = given != "mlp" or self.on is None or self.on.backend != "torch"
+        yield what, whole, "the backend 'torch' recomputes whole layers", "checkpoint_activations=True"
+
     def work(self, load: Load) -> Sequence[GpuWork] | None:
         """All updates of a batch, and before them the scoring that `prev` asks for; None unless the backend is
         megatron."""
@@ -263,12 +274,14 @@ class Train(Stage):
         return [*held(self.model, load, trains=True), *self._passes(load).parts(load)]
 
     def fitting(self, load: Load, room_bytes: float) -> str:
-        """The microbatch whose pass takes at most `room_bytes`, with activations computed again if only that helps."""
+        """The microbatch whose pass takes at most `room_bytes`, with as little computed again as that needs."""
         passes = self._passes(load)
         if found := passes.fitting(load, room_bytes):
             return found
-        again = replace(passes, recompute=True).fitting(load, room_bytes)
-        return f"checkpoint_activations=True, {again}" if again and not passes.recompute else ""
+        for more in RECOMPUTED[RECOMPUTED.index(passes.recompute) + 1 :]:
+            if again := replace(passes, recompute=more).fitting(load, room_bytes):
+                return f"checkpoint_activations={more!r}, {again}"
+        return ""
 
     def _passes(self, load: Load) -> Passes:
         return Passes(

@@ -74,8 +74,8 @@ def main() -> None:
         options.prompt, options.tokens, options.budget = 256, 64, 1024
     notes = (
         f"{options.model}; one update of {options.groups} x {options.samples} samples of {options.prompt} + "
-        f"{options.tokens} tokens in rows of {options.budget}, activations "
-        f"{'recomputed' if options.recompute else 'kept'}; medians of {options.updates}."
+        f"{options.tokens} tokens in rows of {options.budget}, "
+        f"recomputed: {options.recompute}; medians of {options.updates}."
     )
     rows: dict[str, dict[str, Any]] = {}
     for row in lines(measured, options):

@@ -3,12 +3,12 @@
 python -m benchmarks.gpu.update [--model 0.6B] [--samples 128] [--tokens 1024] [--budget 16384] [--updates 5]
                                 [--only "all" "none"] [--profile] [--out FILE]
 
-Random weights of a real model's shape, packed rows of `--budget` tokens, activations kept unless `--recompute`. The
-table has medians over updates, after two that are not counted: milliseconds, prompt and response tokens/s, model FLOP
-utilization (train/utilization as in a run's record: no padding, no recomputation; dense bfloat16 peak), the largest
-allocated GPU memory, and the first loss and gradient norm, which show that the kernels compute the same. `score ms` is
-a pass without gradients. `--profile` adds milliseconds of an update by kind of kernel. Each line is a process of its
-own. `--cpu` tries the script with a tiny model.
+Random weights of a real model's shape, packed rows of `--budget` tokens, activations kept unless `--recompute mlp` or
+`layers`. The table has medians over updates, after two that are not counted: milliseconds, prompt and response
+tokens/s, model FLOP utilization (train/utilization as in a run's record: no padding, no recomputation; dense bfloat16
+peak), the largest allocated GPU memory, and the first loss and gradient norm, which show that the kernels compute the
+same. `score ms` is a pass without gradients. `--profile` adds milliseconds of an update by kind of kernel. Each line
+is a process of its own. `--cpu` tries the script with a tiny model.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from typing import Any
 from benchmarks.gpu.mixture import PROMPT, columns_of
 from benchmarks.gpu.shapes import SHAPES, model_of
 from benchmarks.report import report
+from graphs.grpo import RECOMPUTED
 from pipeline import Model, StageContext, Task, WorkerGroup
 from pipeline.declare.columns import Columns
 from pipeline.declare.sharding import Packed
@@ -81,7 +82,7 @@ def updates(
 
     learner = WorkerGroup("learner", backend="megatron", gpus=0 if options.cpu else 1)
     cut: Any = {"on": learner, "microbatch": microbatch}
-    train = Train(Model(path), loss=ClippedLoss(), lr=1e-6, checkpoint_activations=options.recompute, **cut)
+    train = Train(Model(path), loss=ClippedLoss(), lr=1e-6, checkpoint_activations=RECOMPUTED[options.recompute], **cut)
     context = StageContext(group=learner, rank=0, seed=0, group_size=1, run_dir=None, shared={}, steps=100)
     runner, scorer = train.setup(context), PrevLogprobs(Model(path), **cut).setup(context)
     took_s, scored_s, records = [], [], []
@@ -142,7 +143,7 @@ def add_updates(parser: argparse.ArgumentParser, variants: Collection[str]) -> N
     """Add the flags of how to update, and of which of the variants."""
     parser.add_argument("--budget", type=int, default=16384, help="tokens per packed row")
     parser.add_argument("--updates", type=int, default=5)
-    parser.add_argument("--recompute", action="store_true", help="recompute activations in the backward pass")
+    parser.add_argument("--recompute", choices=RECOMPUTED, default="none", help="what the backward pass computes again")
     parser.add_argument("--only", nargs="+", choices=variants, default=list(variants), help="these lines")
     parser.add_argument("--cpu", action="store_true", help="a tiny model on the CPU, to try the script")
     parser.add_argument("--out", help="write JSON here")
@@ -173,7 +174,7 @@ def main() -> None:
         options.model, options.samples, options.tokens, options.budget = "tiny", 4, 32, 128
     notes = (
         f"{options.model}; one update of {options.samples} samples of {PROMPT} + {options.tokens} tokens in rows of "
-        f"{options.budget}, activations {'recomputed' if options.recompute else 'kept'}; medians of {options.updates}."
+        f"{options.budget}, recomputed: {options.recompute}; medians of {options.updates}."
     )
     rows: list[dict[str, Any]] = []
     for row in lines(measured, options):

@@ -43,7 +43,7 @@ class GraphFile:
         return (own or self.module.__doc__ or "").strip().partition("\n\n")[0]
 
     def beside(self, name: str) -> Any:
-        """Return what the file calls `name`, or else what the module that defines graph() does; None if neither does."""
+        """Return what the file calls `name`, or else what the module that defines graph() does, or None."""
         own = getattr(self.module, name, None)
         return getattr(plain(self.function), "__globals__", {}).get(name) if own is None else own
 

@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from ops.refit.transports import TRANSPORTS, Transport
 from pipeline import Model
@@ -136,7 +136,7 @@ class Optimization:
     schedule: str = "constant"
     warmup: int = 0
     updates: int = 0
-    checkpoint_activations: bool = False
+    checkpoint_activations: bool | Literal["mlp"] = False
 
     def learning_rate(self, update: int) -> float:
         """The learning rate of an update, counted from 0."""

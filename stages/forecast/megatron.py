@@ -10,8 +10,9 @@ the first file and to gpu.mixture.json.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 from ops.flops import Hybrid, LatentSizes, Transformer
 from pipeline import GraphError, Model
@@ -27,6 +28,8 @@ CACHED = HALF  # bytes per weight that torch's allocator holds and does not use
 WORKSPACE_BYTES = 0.65 * 2**30  # during a pass; from the peaks of gpu.update.*.json
 ROUND = 64  # tokens
 Microbatch: TypeAlias = int | Dynamic | Packed
+Recomputed: TypeAlias = Literal[False, "mlp", True]
+RECOMPUTED: tuple[Recomputed, ...] = (False, "mlp", True)  # from the most that is kept to the least
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +38,7 @@ class Passes:
 
     samples    of an update of all ranks
     training   whether gradients are computed
-    recompute  whether activations are computed again in the backward pass
+    recompute  which activations are computed again in the backward pass: none, those of feed-forward parts, or all
     epochs     over the same samples
     """
 
@@ -44,7 +47,7 @@ class Passes:
     sharding: Sharding
     samples: int
     training: bool = False
-    recompute: bool = False
+    recompute: Recomputed = False
     epochs: int = 1
 
     def work(self, load: Load) -> GpuWork | None:
@@ -61,11 +64,14 @@ class Passes:
         self._check(load)
         tokens, passes, updates, pairs, responses = self._rank(load)
         waits = 1 + (part.pipeline - 1) * updates / passes
-        factor = self.epochs * waits * (4 / 3 if self.training and self.recompute else 1)
+        factor = self.epochs * waits * (4 / 3 if self.training and self.recompute is True else 1)
         whole = factor / (part.tensor * part.pipeline * part.context)
+        again = self.training and self.recompute == "mlp"  # but for the last product, which nothing waits for
+        made = shape.mlp_weights(shape.chosen) * (2 / 3 if shape.gated else 1 / 2) / times
+        products = shape.token_products + (made if again else 0)
         return GpuWork(
             kind=f"megatron.{'plain.' if load.kernels == 'plain' else ''}{'training' if self.training else 'scoring'}",
-            products=2 * times * (tokens * shape.token_products + responses * shape.logit_weights) * whole,
+            products=2 * times * (tokens * products + responses * shape.logit_weights) * whole,
             attention=2 * times * pairs * shape.attentions * shape.pair_products * whole,
             moved_bytes=times / 3 * tokens * shape.layers * kept(part, "fused") * HALF * whole,
             vocabulary_bytes=times / 3 * responses * shape.vocab * HALF * self.epochs / (part.tensor * part.context),
@@ -153,7 +159,13 @@ class Passes:
         found = logits + layer
         if self.training:
             layers = part.layers * part.pipeline
-            found = logits + (layer + layers * part.shape.hidden * HALF if self.recompute else layers * layer)
+            inner = fed_forward(part, load.kernels) * HALF
+            kept_bytes: Mapping[Recomputed, float] = {
+                False: layers * layer,
+                "mlp": layers * (layer - inner) + inner,
+                True: layers * part.shape.hidden * HALF + layer,
+            }
+            found = logits + kept_bytes[self.recompute]
         return found / part.tensor / part.context
 
 
@@ -168,12 +180,25 @@ def kept(part: Divided, kernels: str) -> float:
     if shape.hybrid:
         return _hybrid(shape, shape.hybrid)
     query, key = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    found = 4 * shape.hidden + (3 * query + 3 * key if shape.latent is None else _latent(shape.heads, shape.latent))
-    found += shape.chosen * (7 * shape.hidden + 4 * shape.intermediate) if shape.experts else 3 * shape.intermediate
-    found += 3 * shape.shared
+    attention = 3 * query + 3 * key if shape.latent is None else _latent(shape.heads, shape.latent)
+    found = 4 * shape.hidden + attention + fed_forward(part, "fused")
     if kernels == "plain":  # SwiGLU step by step, key-value heads repeated, rotated queries and keys a second time
         found += 2 * shape.intermediate + 3 * query - key
     return found
+
+
+def fed_forward(part: Divided, kernels: str) -> float:
+    """Return the elements of `kept` that are made inside a feed-forward part."""
+    shape = part.shape
+    if hybrid := shape.hybrid:
+        return (hybrid.mixtures * _inner(shape) + 2 * shape.dense * shape.dense_inner) / shape.layers
+    found = shape.chosen * (7 * shape.hidden + 4 * shape.intermediate) if shape.experts else 3 * shape.intermediate
+    return found + 3 * shape.shared + (2 * shape.intermediate if kernels == "plain" else 0)
+
+
+def _inner(shape: Transformer) -> float:
+    """Return the elements that a mixture without gates keeps per token."""
+    return shape.chosen * (4 * (shape.outer or shape.hidden) + 2 * shape.intermediate) + 2 * shape.shared
 
 
 def _hybrid(shape: Transformer, sizes: Hybrid) -> float:
@@ -181,8 +206,7 @@ def _hybrid(shape: Transformer, sizes: Hybrid) -> float:
     and of Mamba-2 projections, convolved values, outputs and normed outputs. Counted, not measured."""
     mamba = sizes.mamba * (4 * sizes.channels + 2 * sizes.convolved + sizes.heads)
     attention = 3 * sizes.attention * shape.head_dim * (shape.heads + shape.kv_heads)
-    inner = shape.chosen * (4 * (shape.outer or shape.hidden) + 2 * shape.intermediate) + 2 * shape.shared
-    feed_forward = sizes.mixtures * inner + 2 * shape.dense * shape.dense_inner
+    feed_forward = sizes.mixtures * _inner(shape) + 2 * shape.dense * shape.dense_inner
     return 2 * shape.hidden + (mamba + attention + feed_forward) / shape.layers
 
 

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -165,7 +166,7 @@ class Case:
     expert: int = 1
     expert_tensor: int | None = None
     microbatching: Microbatching = field(default_factory=lambda: Plain(4))
-    recompute: bool = False
+    recompute: bool | Literal["mlp"] = False
     grouped: bool = False
     lora: LoRA | None = None
     replay: bool = False
@@ -208,7 +209,7 @@ CASES = {
     "adapter, experts": Case("qwen3_moe", RankLayout(tensor=2), lora=ADAPTER),
     "adapter, latent": Case("deepseek_v3", RankLayout(tensor=2), expert=2, expert_tensor=1, lora=ADAPTER),
     "adapter, latent, plain": Case("deepseek_v3, plain", RankLayout(pipeline=2), lora=ADAPTER),
-    "adapter, glm": Case("glm4_moe", RankLayout(tensor=2), microbatching=Packed(64), recompute=True, lora=ADAPTER),
+    "adapter, glm": Case("glm4_moe", RankLayout(tensor=2), microbatching=Packed(64), recompute="mlp", lora=ADAPTER),
     "glm, tensor": Case("glm4_moe", RankLayout(tensor=2)),
     "glm, pipeline": Case("glm4_moe", RankLayout(pipeline=2), microbatching=Packed(64), recompute=True),
     "glm, shared, expert": Case("glm4_moe", RankLayout(data=2), expert=2, microbatching=Packed(64), grouped=True),
@@ -217,7 +218,7 @@ CASES = {
     "latent, expert": Case("deepseek_v3", RankLayout(data=2), expert=2, microbatching=Packed(64)),
     "latent, context": Case("deepseek_v3", RankLayout(context=2), microbatching=Packed(64)),
     "hybrid, tensor": Case("nemotron_h", RankLayout(tensor=2), microbatching=Packed(64)),
-    "hybrid, pipeline": Case("nemotron_h", RankLayout(pipeline=2), recompute=True),
+    "hybrid, pipeline": Case("nemotron_h", RankLayout(pipeline=2), recompute="mlp"),
     "hybrid, experts, tensor": Case("nemotron_h, latent", RankLayout(tensor=2), microbatching=Packed(64)),
     "hybrid, experts, apart": Case("nemotron_h, experts", RankLayout(data=2), expert=2),
     "hybrid, shared, data": Case("nemotron_h", RankLayout(data=2), microbatching=Packed(40), grouped=True),
@@ -225,7 +226,7 @@ CASES = {
         "glm4_moe", RankLayout(tensor=2), expert=2, expert_tensor=1, microbatching=Packed(64), replay=True
     ),
     "replay, pipeline": Case(
-        "qwen3_moe", RankLayout(pipeline=2), microbatching=Packed(40), recompute=True, replay=True
+        "qwen3_moe", RankLayout(pipeline=2), microbatching=Packed(40), recompute="mlp", replay=True
     ),
     "replay, context": Case("qwen3_moe", RankLayout(context=2), expert=2, microbatching=Packed(64), replay=True),
     "replay, shared": Case(
@@ -342,7 +343,7 @@ def measure(engine: MegatronEngine, folder: Path, case: Case) -> tuple[dict[str,
     if case.grouped:
         mixers = [layer.self_attention for layer in learner.network.decoder.layers]
         cores = [mixer.core_attention for mixer in mixers if hasattr(mixer, "core_attention")]
-        assert {core.recomputed for core in cores} == {case.recompute}
+        assert {core.recomputed for core in cores} == {case.recompute is True}
     assert numbers == [layer + 1 for layer in stage_layers(len(learner.network.shape.layers), part.stages)[part.stage]]
     loaded = engine.trained_weights(model)
 

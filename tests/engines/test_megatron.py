@@ -722,21 +722,28 @@ def test_parts_are_those_of_megatron_core(cases: Any, layout: RankLayout, expert
 def test_recomputing_keeps_only_the_inputs_of_layers(
     cases: Any, engine: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from megatron.core.transformer.mlp import MLP
+
     from stages.backends.megatron.attention import CausalAttention
 
     passes = []
-    plain = CausalAttention.forward
 
-    def counted(self: Any, *given: Any, **named: Any) -> torch.Tensor:
-        passes.append(self)
-        return plain(self, *given, **named)
+    def count(kind: type) -> None:
+        plain: Any = kind.forward
 
-    monkeypatch.setattr(CausalAttention, "forward", counted)
+        def counted(self: Any, *given: Any, **named: Any) -> torch.Tensor:
+            passes.append(kind)
+            return plain(self, *given, **named)
+
+        monkeypatch.setattr(kind, "forward", counted)
+
+    count(CausalAttention)
+    count(MLP)
     batch = cases.frozen_batch()
     (shard,) = cases.shards_of(batch, Plain(), 1)
-    for family, recompute, times in (("qwen3", False, 1), ("llama", True, 2)):
+    for family, recompute, attention, mlp in (("qwen3", False, 1, 1), ("llama", True, 2, 2), ("qwen2", "mlp", 1, 2)):
         optimization = replace(cases.OPTIMIZATION, checkpoint_activations=recompute)
         learner = engine.learner(Model(str(folder / family)), optimization)
         passes.clear()
         learner.update(batch, cases.LOSS, temperature=1.0, update=shard.updates[0])
-        assert len(passes) == 2 * times  # two layers
+        assert [passes.count(kind) for kind in (CausalAttention, MLP)] == [2 * attention, 2 * mlp]  # two layers

@@ -65,6 +65,8 @@ TRAINING = [
     trained("learning_rate_is_a_text", "lr='1e-6'"),
     trained("unknown_learning_rate_schedule", "lr=1e-3, schedule='cosin'"),
     trained("unknown_prev", "lr=1e-3, prev='stage'"),
+    trained("recomputes_what", "lr=1e-3, checkpoint_activations='attention'"),
+    trained("recomputes_parts_with_torch", "lr=1e-3, checkpoint_activations='mlp'"),
     trained("logprobs_computed_twice", "lr=1e-3, prev='own'"),
     trained("warmup_below_0", "lr=1e-3, warmup=-1"),
     trained("epochs_of_0", "lr=1e-3, epochs=0"),

@@ -64,13 +64,15 @@ def test_one_gpu_is_shared_and_rows_are_as_long_as_pays(folder):
         assert found.values["colocated"] and found.values["sampler_gpus"] == found.values["learner_gpus"] == 1
         assert (found.values["generator"], found.values["trainer"]) == ("vllm", "megatron")
     assert large.values["microbatch"] == 12288
-    assert all(one.why.startswith("worker group 'learner' needs") for one in large.tried[2:])  # longer rows do not fit
+    longer = [one for one in large.tried[2:] if "recompute" not in one.values]
+    assert all(one.why.startswith("worker group 'learner' needs") for one in longer)
+    assert "recompute" not in large.best.values, "nothing is computed again where that fits"
     assert small.values["microbatch"] > large.values["microbatch"]
 
 
 def test_the_choice_is_the_fastest_that_was_tried(folder):
     found = grpo("h200:2", model="0.6B")
-    assert len(found.tried) == 22
+    assert len(found.tried) == 24
     fits = [one for one in found.tried if not one.why]
     assert found.best is not None and found.best.step_s <= 1.01 * min(one.step_s for one in fits)
     assert found.best.values.items() <= found.values.items()

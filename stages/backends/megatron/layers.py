@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -38,29 +39,43 @@ class Norm(torch.nn.RMSNorm):
 
 
 class RecomputableLayer(TransformerLayer):
-    """A layer that can drop its activations and recompute them."""
+    """A layer that can drop its activations, or those of its feed-forward part, and recompute them."""
 
     recomputes = False
 
     def forward(self, *given: Any, **named: Any) -> Any:
         """Like the base class."""
         if self.recomputes and torch.is_grad_enabled():
-            again = partial(self._again, self.router.given_TK if self.router else None)
-            return checkpoint(
-                again, *given, use_reentrant=False, preserve_rng_state=False, **named
-            )  # there is no dropout
+            return self._dropped(super().forward, *given, **named)
         return super().forward(*given, **named)
+
+    def recompute_feed_forward(self) -> None:
+        """From now on, keep of the feed-forward part its input only. A layer without one keeps what it kept."""
+        if isinstance(self.mlp, IdentityOp):
+            return
+        compute = self.mlp.forward
+
+        def forward(*given: Any, **named: Any) -> Any:
+            return self._dropped(compute, *given, **named) if torch.is_grad_enabled() else compute(*given, **named)
+
+        self.mlp.forward = forward
 
     @property
     def router(self) -> ReplayingRouter | None:
         """The router of its mixture of experts."""
         return getattr(self.mlp, "router", None)
 
-    def _again(self, experts: torch.Tensor | None, *given: Any, **named: Any) -> Any:
-        """The same computation, with the experts of that pass: other passes may have begun meanwhile."""
-        if self.router:
-            self.router.given_TK = experts
-        return super().forward(*given, **named)
+    def _dropped(self, compute: Callable[..., Any], *given: Any, **named: Any) -> Any:
+        """What `compute` returns. Its activations are dropped, and recomputed in the backward pass with the experts of
+        this pass: other passes may have begun meanwhile."""
+        experts = self.router.given_TK if self.router else None
+
+        def again(*given: Any, **named: Any) -> Any:
+            if self.router:
+                self.router.given_TK = experts
+            return compute(*given, **named)
+
+        return checkpoint(again, *given, use_reentrant=False, preserve_rng_state=False, **named)  # there is no dropout
 
 
 def block(decoder: Decoder, config: TransformerConfig, part: Part, fused: Fused) -> TransformerBlockSubmodules:

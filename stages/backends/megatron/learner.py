@@ -36,7 +36,7 @@ class MegatronLearner(BaseLearner):
         self.network, self.groups, self._computing = network, network.groups, network.groups.computing
         self.disagreement = network.disagreement
         if settings.checkpoint_activations:
-            network.recompute()
+            network.recompute(settings.checkpoint_activations)
         half = network.config.params_dtype == torch.bfloat16
         with self._computing():
             self.buffered = DistributedDataParallel(

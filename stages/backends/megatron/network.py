@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import chain
+from typing import Literal
 
 import torch
 from megatron.core.models.gpt import GPTModel
@@ -142,9 +143,13 @@ class Network(GPTModel):
             if self.fused.gradients and hasattr(module, "fuse_wgrad_accumulation"):
                 module.fuse_wgrad_accumulation = True
 
-    def recompute(self) -> None:
-        """From now on, keep only layer inputs and recompute activations in the backward pass."""
+    def recompute(self, what: Literal[True, "mlp"] = True) -> None:
+        """From now on, keep only layer inputs and recompute activations in the backward pass; or, with "mlp", of the
+        feed-forward parts only."""
         for layer in self.decoder.layers:
+            if what == "mlp":
+                layer.recompute_feed_forward()
+                continue
             layer.recomputes = True
             if attention := getattr(layer.self_attention, "core_attention", None):
                 attention.recomputed = True
