@@ -115,6 +115,13 @@ class Changes(msgspec.Struct, frozen=True, kw_only=True):
                     why="it has one or more" if width == 1 else f"each copy of a model spans {width} of them",
                     fix=f"--workers {name}={max(1, workers // width) * width}",
                 )
+        if self.max_staleness and (turned := [group for group in plan.groups if group.colocated]):
+            yield Problem(
+                where=f"--max-staleness {self.max_staleness}",
+                what=f"worker group {turned[0].name!r} shares the GPUs of {turned[0].colocated!r}",
+                why="groups that take turns on the same GPUs cannot run ahead",
+                fix="--max-staleness 0",
+            )
         if self.refit_s is not None and not any(stage.shape == "transfer" for stage in plan.stages):
             yield Problem(
                 where="--refit-s",

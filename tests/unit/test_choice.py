@@ -100,6 +100,13 @@ def test_a_partial_graph_has_the_choices_of_its_own_module(folder):
     assert chosen(path, "h200:2", model="0.6B", microbatch=8192).values["sampler_gpus"] == 1
 
 
+def test_a_file_that_imports_its_graph_may_have_choices_of_its_own(folder):
+    path = folder / "own.py"
+    path.write_text("from graphs.grpo import graph\n\n\ndef choices(gpus):\n    yield {'microbatch': 9000}\n")
+    found = chosen(path, "h200:2", model="0.6B", generator="vllm", trainer="megatron", sampler_gpus=1, learner_gpus=1)
+    assert [one.values for one in found.tried] == [{"microbatch": 9000}]
+
+
 def test_word_problems_share_one_gpu_too(folder):
     for name in ("train", "test"):
         (folder / f"{name}.jsonl").write_text('{"question": "1+1?", "answer": "1+1 #### 2"}\n')
