@@ -10,9 +10,9 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from msgspec.structs import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from pipeline import Schedule, simulate
 from pipeline.errors import GraphError, StageError
@@ -288,7 +288,7 @@ def test_groups_that_take_turns_cannot_run_ahead():
     in_turns = planned(Schedule(steps=2))
     first, *others = in_turns.groups
     in_turns = replace(in_turns, groups=(first, *(replace(group, colocated=first.name) for group in others)))
-    with pytest.raises(GraphError, match="shares the GPUs of .* cannot run ahead. Fix: --max-staleness 0"):
+    with pytest.raises(GraphError, match=r"shares the GPUs of .* cannot run ahead\. Fix: --max-staleness 0"):
         Changes(max_staleness=1).applied(in_turns, times())
     assert Changes(max_staleness=0, steps=3).applied(in_turns, times())[0].steps == 3
 
