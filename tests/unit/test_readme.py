@@ -31,6 +31,14 @@ def test_the_graph_is_that_of_the_recipe():
     assert re.sub(r"\s+", " ", block("def graph(")).strip() == re.sub(r"\s+", " ", without_docstrings).strip()
 
 
+def test_the_errors_name_the_lines_of_the_recipe():
+    lines = (ROOT / "graphs" / "grpo.py").read_text().splitlines()
+    found = re.findall(r"^graphs/grpo\.py:(\d+): (\S+)", README, re.MULTILINE)
+    assert len(found) == 3
+    for number, what in found:
+        assert ("Train(" if what == "stage" else "Prompts(") in lines[int(number) - 1]
+
+
 def test_the_gate_runs_the_commands_that_install():
     commands = re.findall(r"^pip install -e (.*?) && ([^#\n]*)", README, re.MULTILINE)
     assert [(what, then.strip()) for what, then in commands] == [
