@@ -33,10 +33,11 @@ def test_the_graph_is_that_of_the_recipe():
 
 def test_the_errors_name_the_lines_of_the_recipe():
     lines = (ROOT / "graphs" / "grpo.py").read_text().splitlines()
-    found = re.findall(r"^graphs/grpo\.py:(\d+): (\S+)", README, re.MULTILINE)
-    assert len(found) == 3
+    texts = README + (ROOT / "docs" / "foretell.md").read_text()
+    found = re.findall(r"^graphs/grpo\.py:(\d+): (\S+)", texts, re.MULTILINE)
+    assert len(found) == 4
     for number, what in found:
-        assert ("Train(" if what == "stage" else "Prompts(") in lines[int(number) - 1]
+        assert ("Train(" if what in ("stage", "worker") else "Prompts(") in lines[int(number) - 1]
 
 
 def test_the_gate_runs_the_commands_that_install():
