@@ -65,9 +65,9 @@ def is_seeing(config: Mapping[str, Any]) -> bool:
     return config.get("model_type") in FAMILIES and bool(config.get("vision_config"))
 
 
-def image_problems(model: Model) -> Iterator[Problem]:
-    """Reasons why a model cannot see images, as far as they are known before it is loaded."""
-    config = known_config(model)
+def image_problems(model: Model, config: Mapping[str, Any] | None = None) -> Iterator[Problem]:
+    """Reasons why a model cannot see images: from its config, or as far as that is known before it is loaded."""
+    config = known_config(model) if config is None else config
     if model.images is True and config and not is_seeing(config):
         has = "no vision_config" if not config.get("vision_config") else f"model_type={config.get('model_type')!r}"
         yield Problem(

@@ -181,9 +181,9 @@ def kept(part: Divided, kernels: str) -> float:
         return _hybrid(shape, shape.hybrid)
     query, key = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     attention = 3 * query + 3 * key if shape.latent is None else _latent(shape.heads, shape.latent)
-    found = 4 * shape.hidden + attention + fed_forward(part, "fused")
-    if kernels == "plain":  # SwiGLU step by step, key-value heads repeated, rotated queries and keys a second time
-        found += 2 * shape.intermediate + 3 * query - key
+    found = 4 * shape.hidden + attention + fed_forward(part, kernels)
+    if kernels == "plain":  # key-value heads repeated, rotated queries and keys a second time
+        found += 3 * query - key
     return found
 
 
@@ -193,7 +193,7 @@ def fed_forward(part: Divided, kernels: str) -> float:
     if hybrid := shape.hybrid:
         return (hybrid.mixtures * _inner(shape) + 2 * shape.dense * shape.dense_inner) / shape.layers
     found = shape.chosen * (7 * shape.hidden + 4 * shape.intermediate) if shape.experts else 3 * shape.intermediate
-    return found + 3 * shape.shared + (2 * shape.intermediate if kernels == "plain" else 0)
+    return found + 3 * shape.shared + (2 * shape.intermediate if kernels == "plain" else 0)  # SwiGLU step by step
 
 
 def _inner(shape: Transformer) -> float:

@@ -38,7 +38,6 @@ from stages.backends.megatron.folder import gathered
 from stages.backends.megatron.groups import Groups, join
 from stages.backends.megatron.learner import MegatronLearner
 from stages.backends.megatron.parts import stage_layers
-from stages.backends.model.decoder import Sparse
 from stages.lora import LoRA
 from stages.losses import ClippedLoss, TruncatedIS
 from tests.engines.gathered_attention import GatheredAttention
@@ -328,7 +327,7 @@ def measure(engine: MegatronEngine, folder: Path, case: Case) -> tuple[dict[str,
     Raises AssertionError if the exported weights are not byte for byte those that were loaded."""
     model, whole = Model(str(folder), lora=case.lora, router_replay=case.replay), frozen_batch(grouped=case.grouped)
     if case.replay:
-        layers = sum(isinstance(layer.mlp, Sparse) for layer in engine.network(model).shape.layers)
+        layers = len(engine.network(model).shape.sparse)
         whole = replace(whole, routes=given_experts(whole, layers, grouped=case.grouped))
     ranks = engine.groups.ranks
     groups = GROUPS if case.grouped else ()

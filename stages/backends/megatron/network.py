@@ -31,7 +31,7 @@ from stages.backends.megatron.names import padded_vocab, parameters
 from stages.backends.megatron.parts import stage_layers
 from stages.backends.megatron.rotary import frequencies
 from stages.backends.megatron.router import ReplayingRouter
-from stages.backends.model.decoder import Decoder, Sparse
+from stages.backends.model.decoder import Decoder
 from stages.backends.model.routes import Disagreement
 
 
@@ -70,7 +70,7 @@ class Network(GPTModel):
     def _numbered_routers(self) -> dict[int, ReplayingRouter]:
         """The routers of this stage, by their number among those of all stages."""
         own = stage_layers(len(self.shape.layers), self.part.stages)[self.part.stage]
-        sparse = [i for i, layer in enumerate(self.shape.layers) if isinstance(layer.mlp, Sparse)]
+        sparse = self.shape.sparse
         routers = {sparse.index(i): layer.router for i, layer in zip(own, self.decoder.layers) if i in sparse}
         for router in routers.values():
             router.disagreement = self.disagreement

@@ -26,7 +26,6 @@ from stages.backends.interface import part
 from stages.backends.megatron.microbatches import PassRow, row_of, tokens_of
 from stages.backends.megatron.network import Network
 from stages.backends.megatron.slices import Slices
-from stages.backends.model.decoder import Sparse
 from stages.backends.model.routes import numbered, table
 
 
@@ -119,8 +118,7 @@ def _replaying(
     """A row with the experts of its tokens. A shared prompt has those of its first sample."""
     lengths, mixture = (prompt_ids.lengths, response_ids.lengths), network.shape.mixture
     assert mixture is not None, "checked when the model was loaded"
-    layers = sum(isinstance(layer.mlp, Sparse) for layer in network.shape.layers)
-    given = table(routes, *lengths, layers=layers, chosen=mixture.chosen)
+    given = table(routes, *lengths, layers=len(network.shape.sparse), chosen=mixture.chosen)
     places = make(*numbered(*lengths, microbatch.shared), microbatch)  # a row of numbers in the place of tokens
     row = make(prompt_ids, response_ids, microbatch)
     return replace(row, experts=sent(given, row.ids_NS.device)[places.ids_NS.T])

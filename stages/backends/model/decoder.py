@@ -219,6 +219,11 @@ class Decoder:
         return list(dict.fromkeys(layer.mlp for layer in self.layers if layer.mlp))
 
     @property
+    def sparse(self) -> tuple[int, ...]:
+        """The numbers, from 0, of its layers with a mixture of experts."""
+        return tuple(number for number, layer in enumerate(self.layers) if isinstance(layer.mlp, Sparse))
+
+    @property
     def mixture(self) -> Sparse | None:
         """The mixture of experts that some of its layers have."""
         return next((mlp for mlp in self.mlps if isinstance(mlp, Sparse)), None)

@@ -30,7 +30,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from pipeline import Model, StageError
 from pipeline.errors import Problem, counted, message_of
 from stages.backends.model.build import built_config, not_loaded
-from stages.images import FAMILIES, MARK, files_of
+from stages.images import FAMILIES, MARK, files_of, image_problems
 
 PROCESSORS = "transformers.models.qwen2_vl.image_processing_pil_qwen2_vl"
 KEPT = 16  # prompts whose patches are kept: the samples of a group follow each other
@@ -147,15 +147,8 @@ def load_vision(model: Model, tokenizer: PreTrainedTokenizerBase, config: Any = 
             raise StageError(not_loaded(model, error)) from error
     if config is None:
         config = built_config(model, tokenizer)
-    if config.model_type not in FAMILIES:
-        raise StageError(
-            Problem(
-                where=str(model.location),
-                what=f"the model {model.source!r} has images=True and model_type={config.model_type!r}",
-                why=f"images are computed for {' and '.join(FAMILIES)}",
-                fix="a model of these families, or leave out images=",
-            )
-        )
+    if problems := list(image_problems(model, config.to_dict())):
+        raise StageError(*problems)
     if model.config is not None:
         return Vision(built_processor(config), tokenizer, config)
     try:
