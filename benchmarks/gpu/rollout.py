@@ -138,6 +138,8 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             print(f"took {json.dumps(run(options, Path(folder)))}", flush=True)
         return
+    import torch  # noqa: F401 - so that the report names the GPU
+
     rows: list[dict[str, Any]] = []
     tokens = options.groups * options.samples * options.tokens
     for contender in CONTENDERS if options.speculate else (*CONTENDERS[:2], CONTENDERS[3]):

@@ -59,9 +59,13 @@ def main() -> None:
     if options.folder:
         print(json.dumps(started(options.folder, options.memory, options.cpu, options.begun)), flush=True)
         return
+    import torch  # noqa: F401 - so that the report names the GPU
+
+    if options.cpu:
+        options.model = "tiny"
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
-        model = model_of("tiny" if options.cpu else options.model, Path(folder))
+        model = model_of(options.model, Path(folder))
         environment = os.environ | {"VLLM_CACHE_ROOT": str(Path(folder) / "cache")}
         for state in ("cold", "warm"):
             command = [sys.executable, "-m", "benchmarks.gpu.start", f"--begun={time.time()}", f"--folder={model}"]

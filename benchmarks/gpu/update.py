@@ -37,11 +37,11 @@ from pipeline.declare.sharding import Packed
 from stages import ClippedLoss, PrevLogprobs, Train
 
 WARM = 2  # updates that are not counted
-SWITCHES = ("attention", "rope", "gradients", "activation", "vocabulary")
+SWITCHES = ("attention", "rope", "gradients", "activation", "vocabulary", "layers", "optimizer")
 VARIANTS = {  # by name: what is switched off
     "all": (),
     **{f"without {name}": (name,) for name in SWITCHES},
-    "none": (*SWITCHES, "layers"),
+    "none": SWITCHES,
 }
 KERNELS = {  # by kind: the names of its kernels
     "attention": r"fmha|flash|sdpa|attn|attention",
@@ -54,14 +54,20 @@ KERNELS = {  # by kind: the names of its kernels
 
 
 def switch_off(names: tuple[str, ...]) -> None:
-    """Switch kernels off in this process."""
+    """Switch kernels off in this process: those of Transformer Engine and torch's compiler, of the vocabulary, and the
+    optimizer's, in whose place torch's AdamW takes a kernel per operation and list of tensors."""
+    import torch
+    from megatron.core import optimizer
+
     from ops import vocab_parallel
     from stages.backends.megatron import fused
 
-    on, off = fused.fused_on, {name: False for name in names if name != "vocabulary"}
+    on, off = fused.fused_on, {name: False for name in names if name not in ("vocabulary", "optimizer")}
     fused.fused_on = lambda groups: replace(on(groups), **off)  # type: ignore[assignment]
     if "vocabulary" in names:
         vocab_parallel.has_kernels = lambda tensor: False  # type: ignore[assignment]
+    if "optimizer" in names:
+        optimizer.Adam, optimizer.USING_PYTORCH_OPTIMIZER = torch.optim.AdamW, True
 
 
 def measured(name: str, path: str, options: argparse.Namespace) -> dict[str, Any]:
