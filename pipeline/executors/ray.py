@@ -10,11 +10,11 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -139,14 +139,16 @@ class RayExecutor:
         self._on_start("the data plane")
         self.plane = self._open_plane(units)  # while the models load
         actors = self._groups.all()
-        self._all(joins, "meet the other ranks of their group")
-        self._set_up(setups)
-        joined = self._all([actor.connect.remote(self.plane.settings) for actor in actors], "join the data plane")
+        self._started(joins, "meet the other ranks of their group", lambda: ["the workers"])
+        self._started(chain(*setups.values()), "set up", lambda: unanswered(setups), SETUP_DEADLINE_S)
+        joins = [actor.connect.remote(self.plane.settings) for actor in actors]
+        joined = self._started(joins, "join the data plane", lambda: ["the data plane"])
         for placed_at, replaceable in joined:
             self._groups.replaceable[placed_at.group] = replaceable and not plan.partners(placed_at.group)
             self._groups.placed(placed_at)
         if restore:
-            self._all([actor.restore.remote(restore) for actor in actors], f"restore {restore.name}")
+            restored = [actor.restore.remote(restore) for actor in actors]
+            self._started(restored, f"restore {restore.name}", lambda: [restore.name])
         self._heartbeat.watch(actors)
         self._watch_machines([placed_at for placed_at, _ in joined])
         self._losses = Losses(
@@ -207,15 +209,18 @@ class RayExecutor:
         """Wait for calls on workers, but not for a Ray whose control store or node has died."""
         return get_all(refs, what, deadline_s, among=among, look=self._look)
 
-    def _set_up(self, setups: Mapping[str, list[ray.ObjectRef]]) -> None:
-        """Wait for the workers of each group to load their models and engines."""
+    def _started(
+        self, refs: Iterable[ray.ObjectRef], what: str, waiting: Callable[[], list[str]],
+        deadline_s: float = START_DEADLINE_S,
+    ) -> list[Any]:  # fmt: skip
+        """Wait for calls of the start, and say every second what they wait for."""
 
         def look() -> None:
             self._look()
-            if waiting := unanswered(setups):
-                self._on_start(", ".join(waiting))
+            if names := waiting():
+                self._on_start(", ".join(names))
 
-        get_all([ref for refs in setups.values() for ref in refs], "set up", SETUP_DEADLINE_S, look=look)
+        return get_all(list(refs), what, deadline_s, look=look)
 
     def _look(self) -> None:
         """Raise StageError if Ray's control store has died, or WorkerLost if one of its nodes has: calls that need them

@@ -172,6 +172,7 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True):
     drop_rate      fraction of the groups that the gate drops
     drop_reason    the reason that it gives
     turn_s         until a worker group has the memory of GPUs that it shares, by group
+    again_s        seconds in which a sampler computes a token of a running sample again after new weights, on a GPU
     spread         maximum extra time of a target worker in a transfer, as a fraction of the quickest worker's time
     """
 
@@ -183,6 +184,7 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True):
     drop_rate: float = 0.0
     drop_reason: str = "dropped"
     turn_s: Mapping[str, float] = {}
+    again_s: float = 0.0
     spread: float = 0.0
 
 

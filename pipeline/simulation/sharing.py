@@ -27,12 +27,13 @@ from typing import Any
 
 
 class Job:
-    """Work on one lane. `left` counts the marks that it has not reached."""
+    """Work on one lane. `left` counts the marks that it has not reached; `began` is its queue's clock at its start."""
 
-    __slots__ = ("first", "left", "parallelism")
+    __slots__ = ("began", "first", "left", "parallelism")
 
     def __init__(self, marks: int, parallelism: float, first: bool) -> None:
         self.left, self.parallelism, self.first = marks, parallelism, first
+        self.began = 0.0
 
 
 class Machine:
@@ -107,6 +108,11 @@ class Lane:
             self._queues[not job.first].remove(job)
             self._reenter()
 
+    def done_s(self, now_s: float, job: Job) -> float:
+        """Return the seconds of work that a job has received."""
+        self._update(now_s)
+        return self._queues[not job.first].clock - job.began
+
     def pass_mark(self) -> Any:
         """Pass the next mark and return its message; the machine has already advanced to it."""
         queue = self._queues[not self._queues[0].jobs]
@@ -143,6 +149,7 @@ class _Queue:
         self._order = 0
 
     def add(self, job: Job, marks: Sequence[tuple[float, Any]]) -> None:
+        job.began = self.clock
         for work_s, message in marks:
             self._order += 1
             heapq.heappush(self._marks, (self.clock + work_s, self._order, job, message))

@@ -18,7 +18,7 @@ from pipeline.declare.task import Task
 from pipeline.plan.plan import Plan, PlannedStage
 from pipeline.record import trace
 from pipeline.simulation.distributions import uniform
-from pipeline.simulation.durations import Durations, StreamPart
+from pipeline.simulation.durations import Durations, StreamPart, StreamWork
 from pipeline.simulation.sharing import Job, Lane, Machine
 from pipeline.simulation.virtual_time import VirtualClock
 
@@ -48,7 +48,7 @@ class Attempt:
 
     __slots__ = (
         "begun_s", "cores", "current", "fault", "fetches", "had", "jobs", "lanes", "left", "lost", "owed", "pieces",
-        "samples", "stage", "stamped", "task", "tokens", "work_s",
+        "samples", "stage", "stamped", "stream", "task", "tokens", "work_s",
     )  # fmt: skip
 
     def __init__(self, task: Task, stage: PlannedStage, samples: int, tokens: int, fault: Fault | None) -> None:
@@ -62,6 +62,7 @@ class Attempt:
         self.jobs: list[tuple[Lane, Job]] = []
         self.pieces = 0  # workers that are not done
         self.had: dict[int, int] = {}  # of a transfer: replica -> workers that have received it
+        self.stream: StreamWork | None = None
         self.stamped = 0  # the policy version that its worker served when it began
         self.lost = False  # its worker is lost
         self.current = True  # the driver does not know yet that it has ended or was lost
@@ -103,6 +104,7 @@ class VirtualWorkers:
         self._parallel = {group.name: group.model_parallel for group in plan.groups}
         self._weights = frozenset(plan.weights_fields)
         self._served: Counter[tuple[str, int]] = Counter()  # worker group, replica -> version
+        self._streams: dict[Lane, list[Attempt]] = {}  # that compute on a lane
         self._gate = plan.gate.stage if plan.gate else ""
         self._fields = {  # stage -> the fields that it fetches, the fields that it puts
             stage.name: tuple(
@@ -175,7 +177,7 @@ class VirtualWorkers:
             replica = rank // self._parallel[group]
             attempt.had[replica] = attempt.had.get(replica, 0) + 1
             if attempt.had[replica] == self._parallel[group]:
-                self._served[group, replica] = attempt.task.step + 1
+                self._serve(group, replica, attempt.task.step + 1)
                 self._reached(attempt, replica)
 
     def _slower(self, attempt: Attempt, rank: int) -> float:
@@ -200,9 +202,34 @@ class VirtualWorkers:
         written: list[Written] = [self._put(task, stage, kept)] if kept and self._fields[task.stage][1] else []
         if stage.shape == "transfer":
             target = stage.groups[-1]
-            for _, rank, _ in self.lanes[target]:
-                self._served[target, rank // self._parallel[target]] = task.step + 1
+            for replica in range(len(self.lanes[target]) // self._parallel[target]):
+                self._serve(target, replica, task.step + 1)
         self._send(attempt, task.groups, [*written, *self._ran(attempt)])
+
+    def _serve(self, group: str, replica: int, version: int) -> None:
+        """Switch a replica to new weights. What it has computed of running samples it computes again."""
+        if self._served[group, replica] == version:
+            return
+        self._served[group, replica] = version
+        lane = self.lanes[group][replica * self._parallel[group]][2]
+        running = self._streams[lane] = [each for each in self._streams.get(lane, ()) if each.jobs[0][1].left]
+        for attempt in running if self._durations.costs.again_s else ():
+            tokens = self._tokens_so_far(attempt) * self._plan.group_size
+            if again_s := tokens * self._durations.costs.again_s:
+                lane.start(self.clock.now_s, [(again_s, (_nothing, ()))], parallelism=attempt.cores)
+
+    def _tokens_so_far(self, attempt: Attempt) -> float:
+        """Return the tokens that a stream has made of one sample of each of its unfinished groups."""
+        ((lane, job),), work = attempt.jobs, attempt.stream
+        assert work is not None
+        done_s, groups = lane.done_s(self.clock.now_s, job) / attempt.factor, attempt.task.groups
+        return sum(
+            work.tokens[i] * min(1.0, done_s / part.work_s)
+            for part in work.parts
+            if part.work_s
+            for i in part.positions
+            if groups[i] in attempt.left
+        )
 
     # Streams.
 
@@ -212,8 +239,9 @@ class VirtualWorkers:
         work = times.stream(task, group_size=self._plan.group_size, seed=self._seed)
         lane, factor = attempt.lanes[0][2], attempt.factor
         marks = [(part.work_s * factor, (self._computed, (attempt, part, work.tokens))) for part in work.parts]
-        attempt.work_s, attempt.cores = marks[-1][0], work.cores
+        attempt.work_s, attempt.cores, attempt.stream = marks[-1][0], work.cores, work
         if attempt.work_s and work.cores:
+            self._streams.setdefault(lane, []).append(attempt)
             attempt.jobs.append((lane, lane.start(now_s, marks, parallelism=work.cores, first=False)))
             return
         for work_s, (call, arguments) in marks:

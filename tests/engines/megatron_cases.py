@@ -46,7 +46,7 @@ from tests.shares import weight_hash
 VOCAB = 131  # not a multiple of 2, so two tensor-parallel ranks pad it
 TEMPERATURE = 0.7
 LOSS = ClippedLoss(clip=(0.2, 0.2), kl=0.01, correction=TruncatedIS(cap=2.0), entropy=0.01)
-OPTIMIZATION = Optimization(lr=1e-3, eps=1e-6, weight_decay=0.1, clip_grad=1.0)
+OPTIMIZATION = Optimization(lr=1e-3, eps=1e-5, weight_decay=0.1, clip_grad=1.0)
 GROUPS = (5, 3)  # samples of each prompt of a grouped batch
 DEADLINE_S = 120.0
 _COMMON = {

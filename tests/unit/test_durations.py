@@ -221,6 +221,23 @@ def test_a_stream_is_not_charged_for_what_ran_in_between():
     assert rollout.came == {0: Came(pytest.approx(1.5 / 3.5), 0.0, 10), 1: Came(1.0, 0.0, 20)}
 
 
+def test_a_sampler_computes_again_as_fast_as_a_stage_that_scores_on_as_many_gpus():
+    times = Durations({name: Drawn(parse(text)) for name, text in SECONDS.items()})
+    planned, events, _ = simulate(Schedule(steps=4), times)
+    gpus = {"sampler": 2, "learner": 6}
+    groups = [msgspec.structs.replace(group, gpus=gpus.get(group.name, 0)) for group in planned.groups]
+    on_gpus = msgspec.structs.replace(planned, groups=groups)
+    each = planned.batch * planned.group_size * 3  # steps after the first
+    tokens = each * statistics.fmean(n for e in events if isinstance(e, trace.Put) and e.step for n in e.tokens)
+    ran = [e for e in events if isinstance(e, trace.Ran) and e.step > 0]
+    scored_s = sum(e.end_s - e.start_s for e in ran if e.stage == "logprobs")
+    found = fitted(on_gpus, events)[0].costs.again_s
+    assert found == pytest.approx(scored_s * 3 / tokens)
+    assert fitted(planned, events)[0].costs.again_s == 0.0, "no GPU"
+    in_flight = msgspec.structs.replace(on_gpus, refit="in_flight")
+    assert fitted(in_flight, events)[0].costs.again_s == 0.0, "part of the recorded rollout"
+
+
 @pytest.mark.parametrize("executor", ["ray", "local"])
 def test_the_drivers_seconds_are_without_those_of_tasks_in_its_process(executor):
     """In each of four steps, two tasks use 0.5 CPU seconds each, and the driver uses 0.2 s besides."""

@@ -91,6 +91,20 @@ def test_draining_waits_for_the_streams_and_swapping_in_flight_does_not():
     assert swapped < 0.95 * drained
 
 
+def test_a_gpu_computes_running_samples_again_when_weights_come():
+    """A group has 100 tokens per second here."""
+    schedule, again_s = Schedule(steps=6, max_staleness=1, refit="in_flight"), 1e-4
+    plain, events = (run(schedule, times(Costs(again_s=each), rollout="1 @ 0.1")) for each in (0.0, again_s))
+    spans = {e.step: e for e in events if isinstance(e, trace.Ran) and e.stage == "rollout"}
+    before = {e.step: e for e in plain if isinstance(e, trace.Ran) and e.stage == "rollout"}
+    step, swap_s = next((n, s) for s in published(events) for n, e in spans.items() if e.start_s < s < e.end_s)
+    assert before[step].start_s == spans[step].start_s
+    tokens = 100 * (swap_s - spans[step].start_s) * 4 * planned(schedule).group_size
+    assert spans[step].end_s - before[step].end_s == pytest.approx(again_s * tokens)
+    drained = Schedule(steps=6, max_staleness=1)
+    assert published(run(drained, times(Costs(again_s=1.0)))) == published(run(drained, times()))
+
+
 def test_tokens_of_a_group_that_saw_a_swap_have_two_versions():
     schedule = Schedule(steps=10, max_staleness=1, refit="in_flight")
     events = run(schedule, times(rollout="lognormal(1, 1.0)", train="0.1"))
