@@ -29,3 +29,11 @@ def test_vllm_uses_no_multicast_where_it_is_off_for_another_library(monkeypatch,
     monkeypatch.setattr(environment.os, "environ", set_ := dict(given))
     environment.prepare(gpus=False, threads=0, tensor_parallel=2)
     assert "VLLM_ALLREDUCE_USE_SYMM_MEM" not in set_
+
+
+def test_graphs_are_recorded_up_to_the_largest_batch():
+    usual, sizes = environment.graph_sizes(512), environment.graph_sizes(environment.RUNNING)
+    assert usual == [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)], "vLLM's own"
+    assert sizes[: len(usual)] == usual and sizes[-1] == 1024
+    assert all(b <= 1.125 * a for a, b in zip(sizes, sizes[1:]) if a >= 512), "a batch is padded by an eighth at most"
+    assert environment.graph_sizes(20) == [1, 2, 4, 8, 16, 20]

@@ -50,7 +50,7 @@ from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, Logits
 from stages.backends.refit.source import peer_lost
 from stages.backends.refit.target import Received
 from stages.backends.vllm import families
-from stages.backends.vllm.environment import SECOND_RUNNER, passes
+from stages.backends.vllm.environment import LARGE_BYTES, RUNNING, SECOND_RUNNER, graph_sizes, passes
 from stages.backends.vllm.limits import FREE_MEMORY
 from stages.backends.vllm.processes import forks
 from stages.backends.vllm.weights import RankAnswer
@@ -158,11 +158,17 @@ def open_llm(
         settings["enable_return_routed_experts"] = True
         _keep_experts()
     if gpus:
+        free_bytes, total_bytes = _gpu_memory()
+        compilation: dict[str, Any] = {"pass_config": passes()}
+        if total_bytes >= LARGE_BYTES:
+            settings["max_num_seqs"] = RUNNING
+            if not speculate:  # vLLM then counts the drafts of a sample too
+                compilation["cudagraph_capture_sizes"] = graph_sizes(RUNNING)
         settings |= {
             "enable_sleep_mode": True,
-            "gpu_memory_utilization": min(memory, _left()),
+            "gpu_memory_utilization": min(memory, FREE_MEMORY * free_bytes / total_bytes),
             "kv_cache_dtype": cache,
-            "compilation_config": {"pass_config": passes()},
+            "compilation_config": compilation,
         }
     config = AsyncEngineArgs(
         model=str(folder),
@@ -269,8 +275,8 @@ def second_runner() -> Any:
     return importlib.import_module("vllm.v1.worker.gpu.model_runner")
 
 
-def _left() -> float:
-    """The share of the first GPU that is free for an engine, read without creating a CUDA context."""
+def _gpu_memory() -> tuple[int, int]:
+    """The free and all bytes of the first GPU, read without creating a CUDA context."""
     first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     pynvml.nvmlInit()
     try:
@@ -279,7 +285,7 @@ def _left() -> float:
         memory = pynvml.nvmlDeviceGetMemoryInfo(gpu)
     finally:
         pynvml.nvmlShutdown()
-    return float(FREE_MEMORY * memory.free / memory.total)
+    return int(memory.free), int(memory.total)
 
 
 def _check_head(size: int) -> None:

@@ -43,6 +43,8 @@ NO_MULTICAST = {  # vLLM heeds none of them, and prefers all-reduces that use mu
     "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
     "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
 }
+LARGE_BYTES = 70 * 2**30  # of a GPU's memory: from here on,
+RUNNING = 1024  # samples run at once in an engine, as vLLM has it by itself for an H100
 FLASHINFER = "VLLM_FLASHINFER_ALLREDUCE_BACKEND"  # which of FlashInfer's all-reduces vLLM fuses with the norm after it
 
 
@@ -56,6 +58,13 @@ def passes() -> dict[str, bool]:
     """Return vLLM's compilation passes that differ from its defaults. Without multicast, FlashInfer's fused all-reduce
     compiles for minutes at every first start; it stays if the environment chooses it."""
     return {"fuse_allreduce_rms": False} if multicast_is_off() and FLASHINFER not in os.environ else {}
+
+
+def graph_sizes(running: int) -> list[int]:
+    """Return the batch sizes for which vLLM records CUDA graphs: its own up to 512 (`_set_cudagraph_sizes` of
+    vllm/config/vllm.py), and every 64th above. vLLM 0.26 launches larger batches kernel by kernel."""
+    sizes = [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16), *range(576, running, 64), running]
+    return sorted({size for size in sizes if size <= running})
 
 
 def prepare(*, gpus: bool, threads: int, tensor_parallel: int) -> None:
