@@ -1,5 +1,7 @@
 """The environment in which vLLM is imported."""
 
+from itertools import pairwise
+
 import pytest
 
 from stages.backends.vllm import environment
@@ -35,5 +37,5 @@ def test_graphs_are_recorded_up_to_the_largest_batch():
     usual, sizes = environment.graph_sizes(512), environment.graph_sizes(environment.RUNNING)
     assert usual == [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)], "vLLM's own"
     assert sizes[: len(usual)] == usual and sizes[-1] == 1024
-    assert all(b <= 1.125 * a for a, b in zip(sizes, sizes[1:]) if a >= 512), "a batch is padded by an eighth at most"
+    assert all(b <= 1.125 * a for a, b in pairwise(sizes) if a >= 512), "a batch is padded by an eighth at most"
     assert environment.graph_sizes(20) == [1, 2, 4, 8, 16, 20]
