@@ -23,6 +23,7 @@ from benchmarks.gpu.mixture import PROMPT
 from benchmarks.gpu.shapes import MIXTURES, SHAPES
 from benchmarks.gpu.tables import RESULTS, load, rows
 from benchmarks.report import report
+from graphs.grpo import RECOMPUTED
 from pipeline import Graph, Model, WorkerGroup
 from pipeline.declare.interpreter import elsewhere
 from pipeline.declare.sharding import Packed
@@ -39,6 +40,7 @@ STEPS = {  # kept results of whole steps: the GPU, whether Transformer Engine wa
     "gpu.step.own.h200": ("h200", "fused"),
     "gpu.step.own.4B": ("h200", "fused"),
     "gpu.step.apart": ("h200", "fused"),
+    "gpu.step.recorded": ("h200", "fused"),
     "gpu.step.colocated.h200": ("h200", "fused"),
     "gpu.step.colocated.4B": ("h200", "fused"),
     "gpu.step.colocated.h100": ("h100", "fused"),
@@ -48,9 +50,11 @@ STEPS = {  # kept results of whole steps: the GPU, whether Transformer Engine wa
     "gpu.step.4B": ("h200", "plain"),
     "gpu.step": ("h100", "plain"),
 }
-UPDATES = {  # kept results of updates: the model, the samples, the kernels by row
+UPDATES: dict[str, tuple[str, int | None]] = {  # kept results of updates: the model, the samples (or by row)
     "gpu.update.h200": ("0.6B", 128),
     "gpu.update.rows.h200": ("0.6B", 128),
+    "gpu.update.recompute.h200": ("0.6B", 128),
+    "gpu.update.long.h200": ("0.6B", None),
     "gpu.mixture": ("30B-A3B-2-layers", 32),
 }
 FITTED = {  # figures that a table, or the memory of a backend, was fitted to
@@ -111,21 +115,31 @@ def memory() -> Iterator[dict[str, Any]]:
     for name, (model, samples) in UPDATES.items():
         for kept in rows(name):
             yield _row(
-                f"{name}, {kept.get('kernels') or kept['experts']}",
+                f"{name}, {_named(kept)}",
                 "peak GiB",
-                peak_gib(name, model, samples, kept),
+                peak_gib(name, model, samples or kept["samples"], kept),
                 kept["peak GiB"],
-                name != "gpu.mixture" or kept["experts"] == "grouped",
+                "kernels" in kept or kept.get("experts") == "grouped" or kept.get("recomputed") == "none",
             )
+
+
+def _named(kept: dict[str, Any]) -> str:
+    """What a row is about: its kernels, its experts, or what was recomputed, in rows of how many tokens."""
+    if "recomputed" not in kept:
+        return str(kept.get("kernels") or kept["experts"])
+    return f"recomputed {kept['recomputed']}" + (f", rows of {kept['tokens/row']}" if "tokens/row" in kept else "")
 
 
 def peak_gib(name: str, model: str, samples: int, kept: dict[str, Any]) -> float:
     """What torch allocates at most in an update, foretold."""
     group = WorkerGroup("learner", backend="megatron", gpus=1)
-    budget = kept.get("tokens/row") or (32960 if "rows" in name else 16384)
+    budget = kept.get("tokens/row") or (32960 if "rows" in name or "recompute" in name else 16384)
+    tokens = budget - PROMPT if "recomputed" in kept and "tokens/row" in kept else 1024
     policy = Model(model, config=(SHAPES | MIXTURES)[model])
-    stage = Train(policy, on=group, loss=ClippedLoss(), lr=1e-6, microbatch=Packed(budget))
-    asked = load(group, samples, 1024, kernels="plain" if kept.get("kernels") == "none" else "fused")
+    again = RECOMPUTED[kept.get("recomputed", "none")]
+    cut: Any = {"on": group, "microbatch": Packed(budget), "checkpoint_activations": again}
+    stage = Train(policy, loss=ClippedLoss(), lr=1e-6, **cut)
+    asked = load(group, samples, tokens, kernels="plain" if kept.get("kernels") == "none" else "fused")
     outside = ("CUDA", "cached by the allocator")
     return sum(part.size_bytes for part in stage.memory(asked) or () if part.name not in outside) / 2**30
 
