@@ -11,9 +11,9 @@ each is then at most sqrt(2) times the larger one, and the norm of a head stays.
 
 Such a bound is loose: a typical value is 1 / sqrt(D) of it. That costs no precision. An 8-bit float has 4 significant
 bits from 2^-6 to 448, a range of 2^14.8, so with margin and rounding a value may be 2^13 smaller than the bound and is
-as precise as any; sqrt(4096) is 2^6. Smaller values have an error of at most 2^-10 times the scale, 2^-18.8 of the
+as precise as any; sqrt(4096) is 2^6. Smaller values have an error of at most 2^-10 times the scale, 2^-17 of the
 bound. A scale is a power of two: it moves exponents and rounds nothing, and hardly ever depends on the order in which a
-bound was summed (tests/numerics/test_cache_scale.py).
+bound was summed (tests/unit/test_cache_scale.py).
 
 Legend: R rows of a projection, D hidden size, H size of a head.
 """

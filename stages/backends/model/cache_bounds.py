@@ -2,8 +2,8 @@
 
     bounds_of(read, ["model.layers.0.self_attn.k_proj.weight", ...], amplitude=1.0)     # {0: (q, k, v), ...}
 
-This is attention with one norm before the projections, maybe one of each head after them, maybe a rotation of pairs, and
-nothing else before the cache (vllm/limits.py lists the families).
+This is attention with one norm before the projections, maybe one of each head after them, maybe a rotation of pairs,
+and nothing else before the cache (vllm/limits.py lists the families).
 
 Knows the names of tensors in Hugging Face folders, plain or quantized as in blocks.py; no engine. A rank that holds
 some heads computes the bounds of these, and the largest over the ranks are those of the model: the same for every
@@ -32,8 +32,8 @@ _ROWS = 8 * BLOCK  # of a quantized matrix that are converted at once
 
 @torch.no_grad()
 def bounds_of(read: Read, names: Iterable[str], *, amplitude: float) -> Bounds:
-    """Return the bounds of each layer with attention among the tensors `names`. `amplitude` is the factor of the cosines
-    and sines of its rotary embedding (YaRN's; 1 otherwise).
+    """Return the bounds of each layer with attention among the tensors `names`. `amplitude` is the factor of the
+    cosines and sines of its rotary embedding (YaRN's; 1 otherwise).
 
     Raises KeyError if a tensor that a bound needs is missing.
     """
@@ -63,7 +63,9 @@ def _bounds(read: Read, layer: str, at: str, amplitude: float) -> list[torch.Ten
     made = []
     for letter in "qk":
         own = read(f"{at}{letter}_norm.weight")
-        made.append(amplitude * (rotated(_rows(read, f"{at}{letter}_proj", gain_D)) if own is None else head_bound(own)))
+        made.append(
+            amplitude * (rotated(_rows(read, f"{at}{letter}_proj", gain_D)) if own is None else head_bound(own))
+        )
     return [*made, _rows(read, f"{at}v_proj", gain_D)]
 
 

@@ -55,8 +55,8 @@ def not_in_place(layers: Mapping[int, Any]) -> str:
 
 def amplitude(network: nn.Module) -> float:
     """The largest factor by which a rotary embedding lengthens a pair of elements; 1 without one."""
-    caches = [module.cos_sin_cache for module in network.modules() if hasattr(module, "cos_sin_cache")]
-    cosines_sines = [cache.float().chunk(2, dim=-1) for cache in caches]
+    found: list[Any] = [module for module in network.modules() if hasattr(module, "cos_sin_cache")]
+    cosines_sines = [module.cos_sin_cache.float().chunk(2, dim=-1) for module in found]
     return max([1.0, *(float((cos.square() + sin.square()).max().sqrt()) for cos, sin in cosines_sines)])
 
 
@@ -97,10 +97,12 @@ def install(layers: Mapping[int, Any], scales: Mapping[int, tuple[float, float, 
     if missing := sorted(layers.keys() - scales.keys()):
         raise ValueError(f"the attention of layer {missing[0]} has no scales; there are those of {sorted(scales)}")
     for number, layer in layers.items():
-        for kind, scale in zip(KINDS, scales[number]):
-            if kind == "q" and layer.query_quant is None:
-                continue  # queries keep their format
-            getattr(layer, f"_{kind}_scale").fill_(scale)
-            setattr(layer, f"_{kind}_scale_float", scale)
-            if (host := getattr(layer, f"_{kind}_scale_cpu", None)) is not None:
-                host.fill_(scale)
+        q, k, v = scales[number]
+        if layer.query_quant is not None:  # otherwise queries keep their format
+            layer._q_scale.fill_(q)
+            layer._q_scale_float = q
+        for held in (layer._k_scale, layer._k_scale_cpu):
+            held.fill_(k)
+        for held in (layer._v_scale, layer._v_scale_cpu):
+            held.fill_(v)
+        layer._k_scale_float, layer._v_scale_float = k, v

@@ -71,8 +71,8 @@ class VersionShares:
 
 
 class RankAnswer(msgspec.Struct, frozen=True):
-    """A rank's report on a version: its `Received`, the tensors that went through vLLM's loader, the token count of each
-    request, and for a cache with scales the bounds of its heads; or why the transfer failed."""
+    """A rank's report on a version: its `Received`, the tensors that went through vLLM's loader, the token count of
+    each request, and for a cache with scales the bounds of its heads; or why the transfer failed."""
 
     received: Received | None = None
     loaded: list[str] = []
