@@ -5,15 +5,18 @@ from __future__ import annotations
 
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from pipeline import Model, StageError
 from stages.backends.model.cache_bounds import largest
 from stages.backends.vllm.cache_scales import record_of, scales_of
 from stages.backends.vllm.limits import SCALED
+from tests.engines import vllm_models as tiny
 from tests.engines.cache_case import attention, sampled
 from tests.optional import need
 
@@ -65,6 +68,38 @@ def test_an_engine_scales_its_cache_at_start_and_at_each_refit(
     print({name: f"{far:.3g}" for name, far in found["far"].items()})
     close = max(found["far"][name] for name in wanted)
     assert close < 0.1 and found["far"]["ones"] > 5 * close
+
+
+def test_an_attention_that_would_keep_its_scales_is_refused(
+    prepared: None, model: Model, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from stages.backends.vllm import api, client
+    from stages.backends.vllm.engine import open_engine
+
+    async def not_in_place(llm: Any) -> str:
+        assert await asked(llm) == ""
+        return "FLASHINFER"
+
+    asked, setup = api.not_in_place, client.Setup
+    monkeypatch.setattr(api, "not_in_place", not_in_place)
+    monkeypatch.setattr(client, "Setup", lambda **given: setup(**given | {"cache": "fp8"}))
+    backend = open_engine(tiny.context(root))
+    try:
+        with pytest.raises(StageError, match="cache='fp8', and vLLM computes attention with FLASHINFER on this GPU"):
+            backend.load(model)
+    finally:
+        backend.close()
+
+
+def test_a_family_without_scales_is_refused_before_an_engine_starts(root: Path) -> None:
+    """Also where `--check` does not know the model's config."""
+    from stages.backends.vllm.engine import VllmEngine
+
+    folder = root / "latent"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"model_type": "deepseek_v3", "kv_lora_rank": 32}')
+    with pytest.raises(StageError, match="cache='fp8', and the model is a 'deepseek_v3'"):
+        VllmEngine(replace(tiny.GROUP, gpus=1, cache="fp8"), root).load(Model(str(folder)))
 
 
 def test_metrics_are_over_the_layers() -> None:
