@@ -13,12 +13,17 @@ import pytest
 import torch
 
 from pipeline import Model, StageError
+from stages import LoRA
+from stages.backends.model.adapters import attach, sharing
 from stages.backends.model.cache_bounds import largest
+from stages.backends.model.weights import weights
 from stages.backends.vllm.cache_scales import record_of, scales_of
 from stages.backends.vllm.limits import SCALED
 from tests.engines import vllm_models as tiny
-from tests.engines.cache_case import attention, sampled
+from tests.engines.cache_case import attention, bounds, sampled
+from tests.engines.refit_case import TOKENS
 from tests.optional import need
+from tests.shares import shares_of
 
 need("vllm", "vllm")
 
@@ -89,6 +94,35 @@ def test_an_attention_that_would_keep_its_scales_is_refused(
             backend.load(model)
     finally:
         backend.close()
+
+
+def test_adapters_share_scales_that_leave_them_room(
+    prepared: None, model: Model, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Versions of an adapter are computed together, from one cache."""
+    from stages.backends.vllm import client
+    from stages.backends.vllm.engine import open_engine
+
+    setup, adapted = client.Setup, replace(model, lora=LoRA(rank=8, alpha=16))
+    monkeypatch.setattr(client, "Setup", lambda **given: setup(**given | {"cache": "fp8"}))
+    network, trained = tiny.reference(model), sharing(tiny.reference(model))
+    attach(trained, adapted.lora, seed=1, where="here")
+    random = torch.Generator().manual_seed(1)
+    for name, parameter in trained.named_parameters():
+        if "lora_B" in name:
+            parameter.data.copy_(torch.randn(parameter.shape, generator=random) * 0.2)
+    backend = open_engine(tiny.context(root))
+    own = backend.client(adapted)
+    wanted = scales_of(bounds(network), 2.0)
+    assert own._scales == wanted != scales_of(bounds(network))
+    served = backend.serve(adapted, shares_of(weights(trained)), 0)
+    assert own._scales == wanted and not any("scale" in name or "bound" in name for name in served.record)
+    prompt_ids = backend.encode(adapted, tiny.texts((0, 1)))
+    made = backend.generate(adapted, prompt_ids, TOKENS, tiny.draws((0, 1)))
+    (now, base) = (torch.cat(tiny.logprobs(each, prompt_ids, made, 1.0)) for each in (trained, network))
+    far, from_base = (float((made.logprobs.values - each).abs().mean()) for each in (now, base))
+    backend.close()
+    assert far < 0.1 and from_base > 3 * far
 
 
 def test_a_family_without_scales_is_refused_before_an_engine_starts(root: Path) -> None:
