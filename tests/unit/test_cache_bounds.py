@@ -43,7 +43,7 @@ def built(config: Mapping[str, Any], seed: int) -> Any:
         )
         for name, parameter in network.named_parameters():
             if parameter.dim() == 1:
-                parameter.data.normal_(std=2.0)
+                parameter.data.normal_(std=1e3 if name.endswith("_proj.bias") else 2.0)
             elif ".self_attn." in name or ".mixer." in name:
                 parameter.data.mul_(10.0 ** (seed + 1))
     return network.eval()
