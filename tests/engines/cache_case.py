@@ -104,9 +104,14 @@ def layers_of(worker: Any) -> tuple[dict[int, list[float]], list[int]]:
 
 
 def spread(network: Any, factor: float) -> None:
-    """Make values and normalized keys larger by a factor, and what multiplies them smaller: the distributions stay."""
+    """Make values and normalized keys larger by a factor, and what multiplies them smaller: the distributions stay. The
+    values of the second half of the heads, which the last rank has, grow by 16 times as much."""
     with torch.no_grad():
         for name, parameter in network.named_parameters():
+            if "v_proj" in name:
+                parameter[len(parameter) // 2 :].mul_(16)
+            elif "o_proj" in name:
+                parameter[:, parameter.shape[1] // 2 :].div_(16)
             if any(part in name for part in ("v_proj", "k_norm")):
                 parameter.mul_(factor)
             elif any(part in name for part in ("o_proj", "q_norm")):
