@@ -23,7 +23,7 @@ def rescaled(rank: int, folder: str, tokens: int) -> dict[str, Any]:
     from stages.backends.model.places import placed
     from stages.backends.refit.source import Source
     from stages.backends.vllm import api
-    from tests.gpu.refitted import _sampled, _scores
+    from tests.gpu.refitted import samples_of, scores_of
 
     source = model_of("0.6B", Path(folder))
     model, network = Model(source), AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16).cuda()
@@ -32,8 +32,8 @@ def rescaled(rank: int, folder: str, tokens: int) -> dict[str, Any]:
     client, far = backend.client(model), {}
 
     def look(name: str) -> None:
-        made, ids = _sampled(backend, model, tokens)
-        far[name] = float((made.logprobs.values - _scores(network, ids, made)).abs().mean())
+        made, ids = samples_of(backend, model, tokens)
+        far[name] = float((made.logprobs.values - scores_of(network, ids, made)).abs().mean())
 
     async def ones() -> None:
         llm = await client._alive()

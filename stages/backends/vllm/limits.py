@@ -103,7 +103,7 @@ def cache_problems(group: WorkerGroup, config: Mapping[str, Any], where: str) ->
         return
     why = f"scales of the cache are known for {', '.join(SCALED[:-1])} and {SCALED[-1]}"
     if config.get("kv_lora_rank"):
-        why = "its cache holds latents, and queries that are multiplied into their space have no close bound"
+        why = "its cache holds latents, and no scale is computed for queries that are multiplied into their space"
     yield Problem(
         where=where, what=f"cache={group.cache!r}, and the model is a {family!r}", why=why, fix="cache='auto'"
     )
