@@ -76,24 +76,38 @@ def test_an_engine_scales_its_cache_at_start_and_at_each_refit(
 
 
 def test_an_attention_that_would_keep_its_scales_is_refused(
-    prepared: None, model: Model, root: Path, monkeypatch: pytest.MonkeyPatch
+    prepared: None, model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from stages.backends.vllm import api, client
-    from stages.backends.vllm.engine import open_engine
+
+    ended: list[float] = []
+
+    class Opened:
+        errored = False
+        shutdown = staticmethod(ended.append)
+
+    async def refused(llm: Any) -> str:
+        return ""
 
     async def not_in_place(llm: Any) -> str:
-        assert await asked(llm) == ""
         return "FLASHINFER"
 
-    asked, setup = api.not_in_place, client.Setup
-    monkeypatch.setattr(api, "not_in_place", not_in_place)
-    monkeypatch.setattr(client, "Setup", lambda **given: setup(**given | {"cache": "fp8"}))
-    backend = open_engine(tiny.context(root))
-    try:
-        with pytest.raises(StageError, match="cache='fp8', and vLLM computes attention with FLASHINFER on this GPU"):
-            backend.load(model)
-    finally:
-        backend.close()
+    for name, instead in (
+        ("open_llm", lambda *_, **__: Opened()),
+        ("refused", refused),
+        ("not_in_place", not_in_place),
+    ):
+        monkeypatch.setattr(api, name, instead)
+    setup = client.Setup(
+        folder=Path(model.source), gpus=False, tensor_parallel=1, memory=0.5, where="graph.py:7", cache="fp8"
+    )
+    opened = client.Client(setup)
+    with pytest.raises(
+        StageError, match=r"graph.py:7: cache='fp8', and vLLM computes attention with FLASHINFER on this"
+    ):
+        opened.longest()
+    opened.close()
+    assert len(ended) == 1, "the engine is given up"
 
 
 def test_adapters_share_scales_that_leave_them_room(

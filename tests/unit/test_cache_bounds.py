@@ -33,9 +33,10 @@ KNOWN: Mapping[str, dict[str, Any]] = {
 KINDS = "qkv"
 
 
-def built(config: Mapping[str, Any], seed: int) -> Any:
+def built(config: dict[str, Any], seed: int) -> Any:
     """Return a network of the family's shape, with random gains and biases."""
-    config = AutoConfig.for_model(**{name: value for name, value in config.items() if value is not None})
+    small = {"vocab_size": 64} if "text_config" not in config else {}
+    config = AutoConfig.for_model(**{name: value for name, value in (config | small).items() if value is not None})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         network = auto_class(is_seeing(config.to_dict())).from_config(
