@@ -62,6 +62,10 @@ class Refit(Stage):
 
     If `target` has weights="fp8", the source quantizes the matrices: `quant_error_layer_3` is the Frobenius norm of the
     error of layer 3 over that of its weights, `quant_error` the mean over the layers, `quant_error_worst` the largest.
+
+    If `target` has cache="fp8", the scales of keys follow the weights: `cache_scale_k_min` and `cache_scale_k_max` are
+    the smallest and the largest over the layers, and so for values (`v`) and queries (`q`); `bound_ms` is what it takes
+    to compute them.
     """
 
     model: Model

@@ -97,8 +97,9 @@ class WorkerGroup(_Located):
     colocated  the group whose GPUs this one shares (the same number): the two take turns, and the one that waits frees
                its memory for the other, so nothing runs ahead (max_staleness=0)
     memory     share of a GPU for weights and cache, for a backend that allocates its memory at once ("vllm")
-    cache      number format of the keys and values of earlier tokens: "auto", the model's; or "fp8" (e4m3), half the
-               memory and the reading of bfloat16, for "vllm" on GPUs. Logprobs then differ more from the trainer's
+    cache      number format of the keys and values of earlier tokens: "auto", the model's; or "fp8" (e4m3, with scales
+               for each layer that follow the weights), half the memory and the reading of bfloat16, for "vllm" on GPUs.
+               Logprobs then differ more from the trainer's
     weights    number format of the matrices that it samples with: "auto", the model's; or "fp8" (e4m3, one scale for
                each block of 128 x 128), half the memory, the reading and the bytes of a refit of bfloat16, for "vllm"
                on GPUs. Embeddings, norms and routers stay as they are. Logprobs then differ more from the trainer's

@@ -74,6 +74,7 @@ KNOWN: tuple[tuple[str, Words], ...] = (
     ("refit/quant_error", _words("Quantization error", APART, "Of the sampler's 8-bit weights: norm of the error over that of the weights, mean over the layers. About 2.6 % for e4m3 in blocks.", "%")),
     ("refit/quant_error_worst", _words("Quantization error, worst layer", APART, "Far above the mean: a few large weights set the scale of a block.", "%")),
     (r"refit/quant_error_layer_(.+)", _words("Quantization error, layer {}", APART, "Norm of the error over that of the layer's weights.", "%")),
+    (r"refit/cache_scale_(.+)", _words("Scale of the 8-bit cache: {}", APART, "Of queries (q), keys (k) or values (v), smallest or largest over the layers: a power of two, from a bound of the weights. It grows with the weights.")),
     (r"refit/kept_bytes_(.+)", _words("Refit, kept: {}", TIME, "Memory of a worker of this side that stays allocated between refits: the published copy, messages and tables.", "bytes")),
     (r"refit/peak_bytes_(.+)", _words("Refit, peak: {}", TIME, "The most of that memory during a refit.", "bytes")),
     (r"refit/(.+)_bytes", _words("Refit: {}", TIME, "Moved in the step.", "bytes")),

@@ -90,6 +90,10 @@ TABLE = {  # home -> member -> its parameters; `=` marks those with a default
         "_sample_draft_tokens": "self, hidden_states, sampling_metadata"
     },
     "vllm.lora.worker_manager:WorkerLoRAManager": {"_adapter_manager": FIELD},
+    "vllm.v1.attention.backend:AttentionLayer": {
+        "_k_scale": FIELD, "_k_scale_cpu": FIELD, "_k_scale_float": FIELD, "_q_scale": FIELD, "_q_scale_float": FIELD,
+        "_v_scale": FIELD, "_v_scale_cpu": FIELD, "_v_scale_float": FIELD,
+    },
     "vllm.v1.executor.uniproc_executor:get_distributed_init_method": {"": "ip, port"},
     "vllm.v1.executor.multiproc_executor:get_distributed_init_method": {"": "ip, port"},
     "torch:_foreach_copy_": {"": NATIVE},

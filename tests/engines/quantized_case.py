@@ -23,6 +23,7 @@ from ops.refit.share import Share, layout_of
 from ops.refit.transports import TRANSPORTS
 from pipeline import Model
 from stages.backends import PULL
+from stages.backends.model.cache_bounds import bounds_of
 from stages.backends.model.folder import model_folder
 from stages.backends.model.places import placed
 from stages.backends.model.quantized_folder import quantized_folder
@@ -50,6 +51,7 @@ class Kernel:
 def refitted(root: Path, mixture: bool) -> dict[str, Any]:
     """Return what differs from vLLM's loader after it, after a refit in place, and after one through the loader."""
     from stages.backends.vllm.api import load_anew
+    from stages.backends.vllm.cache_scales import folder_bounds
     from stages.backends.vllm.storage import Storage, differing, wrong_layers
     from stages.backends.vllm.table import ParameterTable
     from stages.backends.vllm.weights import expected
@@ -78,6 +80,8 @@ def refitted(root: Path, mixture: bool) -> dict[str, Any]:
             storage.finish(lambda weights: load_anew(described, network, weights))
             found[way] = differing(network, table, 0, device=IN_PLACE, folder=folder)
             found[f"{way}, by the loader"] = len(storage.loaded)
+            found[f"{way}, bounds"] = bounds_of(storage.parts(0), storage.tensors, amplitude=1.0)
+            found[f"{way}, bounds of the folder"] = folder_bounds(folder, 0, 1, 1.0, torch.device("cpu"))
             found[f"{way}, bytes"] = received.record["received_bytes"]
         found["moved"] = [name for name, each in network.named_parameters() if each.data_ptr() != addresses[name]]
         found["tensors"] = len(tensors)

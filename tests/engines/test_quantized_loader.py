@@ -30,6 +30,9 @@ def test_a_refit_writes_what_the_loader_would(prepared: None, mixture: bool, tmp
     assert (found["in place"], found["in place, by the loader"], found["moved"]) == ([], 0, [])
     assert (found["loader"], found["loader, by the loader"]) == ([], found["tensors"])
     assert found["in place, bytes"] == found["loader, bytes"] > 0
+    for way in ("in place", "loader"):  # an 8-bit cache has the same scales at start and after a refit
+        assert found[f"{way}, bounds"] == found[f"{way}, bounds of the folder"] and len(found[f"{way}, bounds"]) == 2
+    assert found["in place, bounds"] != found["loader, bounds"]
     if mixture:
         assert found["wrong with routers"] == (
             "'model.layers.0.mlp.gate.weight' is an 8-bit float, and only the matrices of q_proj, k_proj, v_proj, "

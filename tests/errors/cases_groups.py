@@ -169,6 +169,16 @@ GROUPS = [
         at=("sampler",),
         top=IMPORT,
     ),
+    Case(
+        "a_cache_of_latents_in_8_bits",
+        {
+            "policy": SHAPED.replace("'model_type': 'qwen3'", "'model_type': 'deepseek_v3', 'kv_lora_rank': 32"),
+            "sampler": 'WorkerGroup("sampler", backend="vllm", gpus=1, cache="fp8")',
+            "learner": 'WorkerGroup("learner", backend="torch", gpus=1)',
+        },
+        at=("sampler",),
+        top=IMPORT,
+    ),
     learner("speculation_of_a_trainer", "speculate=4"),
     learner("speculation_of_half_a_token", "speculate=0.5"),
     Case(

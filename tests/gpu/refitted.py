@@ -37,14 +37,14 @@ def refitted(rank: int, folder: str, tokens: int) -> dict[str, Any]:
     backend = _backend(folder)
     served = backend.serve(Model(model_of("0.6B", Path(folder))), [share], 1)
     found |= {"as offered": served.sha256 == digest_of([share]), **served.record}
-    made, ids = _sampled(backend, Model(model_of("0.6B", Path(folder))), tokens)
+    made, ids = samples_of(backend, Model(model_of("0.6B", Path(folder))), tokens)
     found["sampled"] = made.response_ids.lengths, made.response_ids.values, made.logprobs.values
-    found["exact"] = _scores(network, ids, made)
+    found["exact"] = scores_of(network, ids, made)
     with torch.no_grad():
         for name, parameter in network.named_parameters():
             if is_quantized(name):
                 parameter.copy_(dequantized(*quantized(parameter)))  # four bits fit into a bfloat16
-    found["dequantized"] = _scores(network, ids, made)
+    found["dequantized"] = scores_of(network, ids, made)
     backend.close()
     return found
 
@@ -54,12 +54,12 @@ def loaded(rank: int, folder: str, tokens: int) -> tuple[list[int], Any, Any]:
     from pipeline import Model
 
     backend = _backend(folder)
-    made, _ = _sampled(backend, Model(str(Path(folder) / "other")), tokens)
+    made, _ = samples_of(backend, Model(str(Path(folder) / "other")), tokens)
     backend.close()
     return list(made.response_ids.lengths), made.response_ids.values, made.logprobs.values
 
 
-def _scores(network: Any, ids: Any, made: Any) -> Any:
+def scores_of(network: Any, ids: Any, made: Any) -> Any:
     """Return the logprobs of the samples' tokens by a network on a GPU, float32 on the CPU."""
     import torch
 
@@ -79,7 +79,7 @@ def _backend(folder: str) -> Any:
     return engine(StageContext(group=group, rank=0, seed=0, group_size=8, run_dir=Path(folder), shared={}))
 
 
-def _sampled(backend: Any, model: Any, tokens: int) -> tuple[Any, Any]:
+def samples_of(backend: Any, model: Any, tokens: int) -> tuple[Any, Any]:
     """Return 64 samples, and their prompts."""
     from stages.backends import Draws, Sampling
 

@@ -77,3 +77,24 @@ def test_a_config_that_makes_no_sense_is_left_to_the_model(name: str, value: Any
         for backend in (megatron, vllm):
             told = found(backend, config, workers=8, tensor_parallel=2, pipeline_parallel=2)
             assert all("_parallel=2" in what for what in told), "of the sizes, and of nothing else"
+
+
+@pytest.mark.parametrize(
+    ("family", "says"),
+    [
+        ("qwen3", ""),
+        ("nemotron_h", ""),
+        ("gpt_oss", ""),
+        ("deepseek_v3", "is a 'deepseek_v3'"),
+        ("mamba2", "'mamba2'"),
+        (None, ""),
+    ],
+)
+def test_families_whose_cache_has_scales(family: str | None, says: str) -> None:
+    config = {"model_type": family} if family else {}
+    config |= {"kv_lora_rank": 512} if family == "deepseek_v3" else {}
+    for cache in ("auto", "fp8"):
+        group = WorkerGroup("group", gpus=1, cache=cache)
+        told = list(vllm.fits(group, config, "graph.py:1"))
+        assert len(told) == bool(says and cache == "fp8") and all(says in problem.what for problem in told)
+        assert all(("latents" in problem.why) == (family == "deepseek_v3") for problem in told)

@@ -36,15 +36,20 @@ class Shards:
             )
         self._open: dict[str, Any] = {}
 
+    def whole(self, name: str) -> torch.Tensor | None:
+        """A tensor as it is stored; None if the folder has none of that name."""
+        if name not in self.files:
+            return None
+        with _readable(self.folder / self.files[name]):
+            found: torch.Tensor = self._file(name).get_tensor(name)
+        return found
+
     def box(self, name: str, shape: tuple[int, ...], box: tuple[slice, ...]) -> torch.Tensor:
         """Part of a tensor. Raises StageError if the folder lacks the tensor or has another shape."""
         found = None
         if name in self.files:
-            file = self.files[name]
-            with _readable(self.folder / file):
-                if file not in self._open:
-                    self._open[file] = safe_open(self.folder / file, "pt")
-                found = self._open[file].get_slice(name)
+            with _readable(self.folder / self.files[name]):
+                found = self._file(name).get_slice(name)
         if found is None or tuple(found.get_shape()) != shape:
             held = "no such tensor" if found is None else f"one of shape {found.get_shape()}"
             raise StageError(
@@ -56,6 +61,12 @@ class Shards:
                 )
             )
         return found[box]
+
+    def _file(self, name: str) -> Any:
+        file = self.files[name]
+        if file not in self._open:
+            self._open[file] = safe_open(self.folder / file, "pt")
+        return self._open[file]
 
 
 def _readable(file: Path) -> AbstractContextManager[None]:

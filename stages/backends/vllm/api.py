@@ -30,6 +30,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.request import LoRARequest
+from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.models import ModelRegistry
@@ -47,8 +48,8 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.outputs import SamplerOutput
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, LogitsProcessors, MoveDirectionality
 
+from stages.backends.model.cache_bounds import Bounds, largest
 from stages.backends.refit.source import peer_lost
-from stages.backends.refit.target import Received
 from stages.backends.vllm import families
 from stages.backends.vllm.environment import LARGE_BYTES, RUNNING, SECOND_RUNNER, graph_sizes, passes
 from stages.backends.vllm.limits import FREE_MEMORY
@@ -76,15 +77,19 @@ __all__ = [
     "WeightTransferUpdateInfo",
     "adapters_of",
     "add_adapter",
+    "attention_layers",
     "bytes_in_use",
     "computes_on_cpu",
     "differing",
+    "folder_bounds",
     "forget",
     "has_second_runner",
+    "is_8_bit",
     "join_transfer",
     "load_anew",
     "logprobs",
     "longest",
+    "not_in_place",
     "one_by_one",
     "open_llm",
     "outputs",
@@ -94,6 +99,7 @@ __all__ = [
     "receive_adapter",
     "remove_adapter",
     "refused",
+    "scale_cache",
     "second_runner",
     "verify",
     "with_experts",
@@ -157,6 +163,7 @@ def open_llm(
     if routes:
         settings["enable_return_routed_experts"] = True
         _keep_experts()
+    settings["kv_cache_dtype"] = cache
     if gpus:
         free_bytes, total_bytes = _gpu_memory()
         compilation: dict[str, Any] = {"pass_config": passes()}
@@ -167,7 +174,6 @@ def open_llm(
         settings |= {
             "enable_sleep_mode": True,
             "gpu_memory_utilization": min(memory, FREE_MEMORY * free_bytes / total_bytes),
-            "kv_cache_dtype": cache,
             "compilation_config": compilation,
         }
     config = AsyncEngineArgs(
@@ -377,6 +383,16 @@ def _pack_embeddings(model: Any) -> None:
             method.process_weights_after_loading(module)
 
 
+def is_8_bit(config: VllmConfig) -> bool:
+    """In a worker: whether keys and values are kept as 8-bit floats."""
+    return str(config.cache_config.cache_dtype).startswith("fp8")
+
+
+def attention_layers(model: Any) -> Iterator[tuple[str, Any]]:
+    """In a worker: the layers that write keys and values into the cache, by name."""
+    return ((name, module) for name, module in model.named_modules() if isinstance(module, Attention))
+
+
 def adapters_of(model_runner: Any) -> set[int]:
     """In a worker: the numbers of the adapters that it has."""
     return set(model_runner.lora_manager.list_adapters())
@@ -446,32 +462,44 @@ async def refused(llm: AsyncLLM) -> str:
     return str((await llm.collective_rpc("sluice_refused"))[0])
 
 
+async def not_in_place(llm: AsyncLLM) -> str:
+    """`Loader.sluice_not_in_place` of the first rank; all have the same layers."""
+    return str((await llm.collective_rpc("sluice_not_in_place"))[0])
+
+
+async def folder_bounds(llm: AsyncLLM) -> Bounds:
+    """`Loader.sluice_folder_bounds` of all ranks."""
+    said = await llm.collective_rpc("sluice_folder_bounds")
+    return largest([msgspec.msgpack.decode(each, type=Bounds) for each in said])
+
+
+async def scale_cache(llm: AsyncLLM, scales: Bounds) -> None:
+    """`Loader.sluice_scale_cache` on all ranks."""
+    await llm.collective_rpc("sluice_scale_cache", args=(msgspec.msgpack.encode(scales),))
+
+
 async def join_transfer(llm: AsyncLLM, place: dict[str, Any]) -> None:
     """Tell all ranks their place in later refits (`transfer.Joined`)."""
     await llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=place))
 
 
-async def receive(
-    llm: AsyncLLM, offered: dict[str, Any], names: Sequence[str]
-) -> tuple[list[Received], list[str], dict[str, int]]:
-    """`Loader.sluice_receive` on all ranks (`transfer.Offered`). Returns every rank's answer, and from the first rank
-    what all share: tensors loaded by vLLM's loader, and the token count of each request. Raises PeerLost if a rank did
-    not receive everything."""
+async def receive(llm: AsyncLLM, offered: dict[str, Any], names: Sequence[str]) -> list[RankAnswer]:
+    """`Loader.sluice_receive` on all ranks (`transfer.Offered`). Returns every rank's answer. Raises PeerLost if a rank
+    did not receive everything."""
     return _answers(await llm.collective_rpc("sluice_receive", args=(offered, list(names))))
 
 
 async def receive_adapter(
     llm: AsyncLLM, offered: dict[str, Any], number: int, lora: LoRA, keep: Iterable[int]
-) -> tuple[list[Received], list[str], dict[str, int]]:
+) -> list[RankAnswer]:
     """`Loader.sluice_receive_adapter` on all ranks. Returns and raises what `receive` does."""
     args = (offered, number, lora.rank, lora.scaling, sorted(keep))
     return _answers(await llm.collective_rpc("sluice_receive_adapter", args=args))
 
 
-def _answers(said: Sequence[bytes]) -> tuple[list[Received], list[str], dict[str, int]]:
+def _answers(said: Sequence[bytes]) -> list[RankAnswer]:
     answers = [msgspec.msgpack.decode(each, type=RankAnswer) for each in said]
     for answer in answers:
         if answer.lost:
             raise peer_lost(answer.lost)
-    received = [answer.received for answer in answers if answer.received is not None]
-    return received, answers[0].loaded, answers[0].tokens
+    return answers

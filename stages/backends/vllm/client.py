@@ -23,9 +23,11 @@ from ops.refit.share import digest_of
 from pipeline import StageError
 from pipeline.errors import PeerLost, Problem, Unfit, message_of
 from stages.backends.interface import ServedWeights
+from stages.backends.model.cache_bounds import Bounds, largest
 from stages.backends.refit.target import NotAsOfferedError, acknowledged, slowest
 from stages.backends.vllm import api as versions
-from stages.backends.vllm import families, vision
+from stages.backends.vllm import cache_scales, families, vision
+from stages.backends.vllm.cache_scales import ADAPTED
 from stages.backends.vllm.requests import Request
 from stages.backends.vllm.weights import VersionShares
 from stages.lora import LoRA
@@ -74,6 +76,7 @@ class Client:
         self._version: int | None = None
         self._adapter: int | None = None  # the served one
         self._numbers = itertools.count(1)  # of adapters
+        self._scales: Bounds = {}  # of the cache
         self.loaded: list[str] = []  # tensors of the last version that vLLM's own loader handled
         self._failures = 0  # to start
         self._failure = self._silent(START_S)
@@ -251,6 +254,11 @@ class Client:
                 await self._answer(llm, versions.verify(llm))
             if layer := await self._answer(llm, versions.refused(llm)):
                 raise StageError(self._wrong_layers(layer))
+            if setup.cache != "auto":
+                if backend := await self._answer(llm, versions.not_in_place(llm)):
+                    raise StageError(self._keeps_scales(backend))
+                bounds = await self._answer(llm, versions.folder_bounds(llm))
+                await self._scale(llm, cache_scales.scales_of(bounds, 1.0 if setup.lora is None else ADAPTED))
             elsewhere = await self._answer(llm, versions.differing(llm)) if setup.lora is None else []
             place = {"replica": setup.replica, "replicas": setup.replicas, "by_loader": elsewhere}
             await self._answer(llm, versions.join_transfer(llm, place))
@@ -350,10 +358,21 @@ class Client:
             keep = {number for number in used if number is not None}
             receiving = versions.receive_adapter(llm, weights.plain(), adapter, lora, keep)
         hashing = asyncio.to_thread(digest_of, weights.shares)  # while the engine does that
-        (received, self.loaded, counts), offered = await asyncio.gather(self._answer(llm, receiving), hashing)
+        answers, offered = await asyncio.gather(self._answer(llm, receiving), hashing)
+        received = [answer.received for answer in answers if answer.received is not None]
         sha256 = acknowledged(weights.shares, [each.summed for each in received], offered)
-        self._adapter = adapter
-        return ServedWeights(sha256, slowest([each.record for each in received])), counts
+        self._adapter, self.loaded = adapter, answers[0].loaded
+        record = slowest([each.record for each in received])
+        if bounds := largest([answer.bounds for answer in answers]):
+            record |= await self._scale(llm, cache_scales.scales_of(bounds))
+        return ServedWeights(sha256, record), answers[0].tokens
+
+    async def _scale(self, llm: versions.AsyncLLM, scales: Bounds) -> dict[str, float]:
+        """Set the scales of the cache, which is empty or will be cleared before the next step, and return them as
+        metrics."""
+        await self._answer(llm, versions.scale_cache(llm, scales))
+        self._scales = scales
+        return cache_scales.record_of(scales)
 
     async def _turn(self, *, awake: bool) -> tuple[int, int]:
         llm = self._llm
@@ -369,6 +388,8 @@ class Client:
 
     async def _rouse(self, llm: versions.AsyncLLM) -> None:
         await self._answer(llm, llm.wake_up())
+        if self._scales:
+            await self._scale(llm, self._scales)  # vLLM 0.26 sets them to 1
         self._asleep = None
 
     async def _answer(self, llm: versions.AsyncLLM, call: Awaitable[T]) -> T:
@@ -434,6 +455,14 @@ class Client:
             why="embeddings, output embeddings, norms, routers and biases must not be quantized; the trainer quantizes "
             "the others",
             fix="weights='auto'",
+        )
+
+    def _keeps_scales(self, backend: str) -> Problem:
+        return Problem(
+            where=self.setup.where,
+            what=f"cache={self.setup.cache!r}, and vLLM computes attention with {backend} on this GPU",
+            why="the scales of the cache change with the weights, and this attention would keep those of its start",
+            fix="cache='auto', or a GPU on which vLLM has FlashAttention 3 (Hopper)",
         )
 
     def _not_started(self, error: BaseException) -> Problem:

@@ -30,6 +30,7 @@ from stages.backends.model.quantized_folder import quantized_folder
 from stages.backends.model.text import Tokenizers
 from stages.backends.refit.target import check_same
 from stages.backends.vllm import environment, processes
+from stages.backends.vllm.limits import cache_problems
 from stages.backends.vllm.running import RunningRequests
 from stages.backends.vllm.weights import VersionShares, expected
 from stages.routes import mixture_problems, replays
@@ -95,6 +96,9 @@ class VllmEngine(Tokenizers):
         if self._started is None:
             group, folder = self.group, model_folder(model, self.run_dir)
             layers = _layers(model, folder) if replays(model) else None
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=False).to_dict()
+            if found := list(cache_problems(group, config, str(group.location))):
+                raise StageError(*found)
             if group.weights == "fp8":
                 folder = quantized_folder(folder, self.run_dir)
             setup = Setup(

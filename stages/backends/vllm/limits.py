@@ -16,6 +16,9 @@ from stages.model_shape import known_config, shape_faults, uneven
 
 BLOCK = 128  # rows and columns of a quantized matrix that have one scale
 EIGHT_BIT = ("llama", "qwen2", "qwen3", "qwen3_moe")  # families whose quantized weights were tested
+SCALED = (  # families whose attention is as model/cache_bounds.py computes it (tests/unit/test_cache_bounds.py)
+    "llama", "qwen2", "qwen3", "qwen3_moe", "glm4_moe", "nemotron_h", "gpt_oss", "qwen3_vl", "qwen2_5_vl",
+)  # fmt: skip
 LATER = {"gpt_oss": (0, 32)}  # families, and the first vLLM whose refits of them were tested
 FREE_MEMORY = 0.92  # of the free memory of a GPU: an engine takes at most that
 
@@ -86,10 +89,24 @@ def fits(group: WorkerGroup, config: Mapping[str, Any], where: str) -> Iterator[
             why="a scale belongs to a block of 128 x 128 weights, and vLLM divides and stacks whole blocks only",
             fix="another tensor_parallel, or weights='auto'",
         )
+    yield from cache_problems(group, config, where)
     if group.draft is not None and (drafts := known_config(group.draft)) and not shape_faults(drafts):
         place = str(group.draft.location)
         yield from _divides(group, drafts, place)
         yield from _other_vocabulary(group.draft, drafts.get("vocab_size"), config.get("vocab_size"), place)
+
+
+def cache_problems(group: WorkerGroup, config: Mapping[str, Any], where: str) -> Iterator[Problem]:
+    """The reason why the group cannot keep keys and values of a model with this config as 8-bit floats."""
+    family = str(config.get("model_type") or "")
+    if group.cache == "auto" or not family or family in SCALED:
+        return
+    why = f"scales of the cache are known for {', '.join(SCALED[:-1])} and {SCALED[-1]}"
+    if config.get("kv_lora_rank"):
+        why = "its cache holds latents, and no scale is computed for queries that are multiplied into their space"
+    yield Problem(
+        where=where, what=f"cache={group.cache!r}, and the model is a {family!r}", why=why, fix="cache='auto'"
+    )
 
 
 def _too_old(config: Mapping[str, Any], where: str) -> Iterator[Problem]:

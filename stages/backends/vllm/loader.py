@@ -10,7 +10,8 @@ import msgspec
 import torch
 
 from stages.backends.device import bytes_in_use
-from stages.backends.vllm import adapters, speculation, transfer, vision
+from stages.backends.model.cache_bounds import Bounds
+from stages.backends.vllm import adapters, cache_scales, speculation, transfer, vision
 from stages.backends.vllm.api import WeightTransferEngineFactory, has_second_runner
 from stages.backends.vllm.choice import logprobs_of, passes_of, tokens_of
 
@@ -56,6 +57,18 @@ class Loader:
     def sluice_refused(self) -> str:
         """`Transfer.refused`."""
         return self.weight_transfer_engine.refused()
+
+    def sluice_not_in_place(self) -> str:
+        """`cache_scales.not_in_place`."""
+        return cache_scales.not_in_place(self.weight_transfer_engine.layers())
+
+    def sluice_folder_bounds(self) -> bytes:
+        """`Transfer.folder_bounds`, encoded."""
+        return msgspec.msgpack.encode(self.weight_transfer_engine.folder_bounds())
+
+    def sluice_scale_cache(self, scales: bytes) -> None:
+        """Set the scales of the cache, encoded, which must be empty: what it holds was written with others."""
+        cache_scales.install(self.weight_transfer_engine.layers(), msgspec.msgpack.decode(scales, type=Bounds))
 
     def sluice_receive(self, offered: dict[str, Any], names: list[str]) -> bytes:
         """Receive a version: vLLM's three calls in one, since each would be a round trip to all ranks. Returns

@@ -53,6 +53,18 @@ class Storage:
         beside = [dense(name, whole(each.shape), each.item_bytes, _whole(name)) for name, each in tensors.items()]
         return self._ruled(rank) + beside
 
+    def parts(self, rank: int) -> Callable[[str], torch.Tensor | None]:
+        """What reads a rank's part of a received tensor, by the model's name: a view of the memory that it was received
+        in, or None if the model has no such tensor. Not for tensors that have several places."""
+        places = {place.tensor: place for place in self.places(rank)}
+
+        def read(name: str) -> torch.Tensor | None:
+            if (place := places.get(name)) is None:
+                return None
+            return _view(place, self.tensors[name].item_bytes, self.held[place.buffer])
+
+        return read
+
     @property
     def loaded_bytes(self) -> int:
         """Bytes of the tensors that go through vLLM's loader."""
@@ -148,9 +160,8 @@ def wrong_layers(network: nn.Module) -> str:
 
 
 def _same(place: Place, tensor: Tensor, parameter: torch.Tensor, shards: Shards) -> bool:
-    sizes = [stop - start for start, stop in place.box]
-    strides = [stride // tensor.item_bytes for stride in place.strides]
-    here = torch.as_strided(parameter.view(-1), sizes, strides, place.offset // tensor.item_bytes)
+    here = _view(place, tensor.item_bytes, parameter)
+    sizes = list(here.shape)
     rows: list[tuple[int, ...]] = [(i,) for i in _ends(sizes[0])]
     if "experts.*." in place.tensor:
         rows = [(e, i) for e in _ends(sizes[0]) for i in _ends(sizes[1])]
@@ -164,6 +175,13 @@ def _same(place: Place, tensor: Tensor, parameter: torch.Tensor, shards: Shards)
         if not torch.equal(here[row].flatten().cpu().view(torch.uint8), there.view(torch.uint8)):
             return False
     return True
+
+
+def _view(place: Place, item_bytes: int, buffer: torch.Tensor) -> torch.Tensor:
+    """The part of a tensor that lies in a buffer."""
+    sizes = [stop - start for start, stop in place.box]
+    strides = [stride // item_bytes for stride in place.strides]
+    return torch.as_strided(buffer.view(-1), sizes, strides, place.offset // item_bytes)
 
 
 def _parameters(network: nn.Module) -> dict[str, nn.Parameter]:

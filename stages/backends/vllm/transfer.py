@@ -7,7 +7,7 @@ vLLM calls init once per engine, and start, update and finish for each version; 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,18 @@ import torch
 from ops.comm.stateless_group import GroupError
 from ops.refit.ledger import Ledger
 from ops.refit.share import Share, layout_of
+from stages.backends.model.cache_bounds import Bounds, bounds_of
 from stages.backends.model.families import reader_of
 from stages.backends.refit.target import Received, Target
-from stages.backends.vllm.api import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo, load_anew
+from stages.backends.vllm import cache_scales
+from stages.backends.vllm.api import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+    attention_layers,
+    is_8_bit,
+    load_anew,
+)
 from stages.backends.vllm.storage import Storage, differing, wrong_layers
 from stages.backends.vllm.table import ParameterTable
 from stages.backends.vllm.weights import RankAnswer, route_from, shares_from
@@ -55,6 +64,8 @@ class Transfer(WeightTransferEngine[Joined, Offered]):
     _storage: Storage | None = None
     _target: Target | None = None
     _received: Received | None = None
+    _parts: Callable[[str], torch.Tensor | None] | None = None  # reads what was received, if the cache has scales
+    _bounds: Bounds = {}
     _lost = ""
 
     def init_transfer_engine(self, init_info: Joined) -> None:
@@ -92,6 +103,10 @@ class Transfer(WeightTransferEngine[Joined, Offered]):
             return
         assert self._storage is not None and self._received is not None
         begun_s = time.perf_counter()
+        if self._parts is not None:
+            self._bounds = bounds_of(self._parts, self._storage.tensors, amplitude=self._amplitude)
+            self._received.record["bound_ms"] = 1e3 * (time.perf_counter() - begun_s)
+            begun_s = time.perf_counter()
         self._storage.finish(self._load)
         self._received.record["finish_ms"] = 1e3 * (time.perf_counter() - begun_s)
         self._received.record["through_loader"] = float(len(self._storage.loaded))
@@ -102,7 +117,19 @@ class Transfer(WeightTransferEngine[Joined, Offered]):
         if self._lost:
             return RankAnswer(lost=self._lost)
         assert self._storage is not None
-        return RankAnswer(self._received, self._storage.loaded, tokens=tokens)
+        return RankAnswer(self._received, self._storage.loaded, tokens=tokens, bounds=self._bounds)
+
+    def layers(self) -> dict[int, Any]:
+        """The attention layers, if their cache is one of 8-bit floats; otherwise none."""
+        if not is_8_bit(self.vllm_config):
+            return {}
+        return cache_scales.cached_layers(attention_layers(self.model))
+
+    def folder_bounds(self) -> Bounds:
+        """The bounds of this rank's share of the layers, from the model's folder."""
+        parallel, factor = self.parallel_config, cache_scales.amplitude(self.model)
+        ranks, folder = parallel.tensor_parallel_size, Path(self.model_config.model)
+        return cache_scales.folder_bounds(folder, parallel.rank, ranks, factor, self.device)
 
     def differing(self) -> list[str]:
         """Parameters that are not where a refit would write them; empty for a model without a table."""
@@ -138,6 +165,8 @@ class Transfer(WeightTransferEngine[Joined, Offered]):
             replica=joined.replica, replicas=joined.replicas, ledger=ledger,
         )  # fmt: skip
         self._storage = storage
+        if is_8_bit(self.vllm_config):
+            self._parts, self._amplitude = storage.parts(self.parallel_config.rank), cache_scales.amplitude(self.model)
 
     def _table(self) -> ParameterTable | None:
         """The table of the model's parameters, if there is one."""

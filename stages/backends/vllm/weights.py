@@ -25,6 +25,7 @@ from stages.backends.interface import Route
 from stages.backends.model.adapters import attach
 from stages.backends.model.blocks import quantized_tensors
 from stages.backends.model.build import auto_class
+from stages.backends.model.cache_bounds import Bounds
 from stages.backends.model.places import placed
 from stages.backends.refit.target import Received
 from stages.images import is_seeing
@@ -70,13 +71,14 @@ class VersionShares:
 
 
 class RankAnswer(msgspec.Struct, frozen=True):
-    """A rank's report on a version: its `Received`, the tensors that went through vLLM's loader, and the token count of
-    each request; or why the transfer failed."""
+    """A rank's report on a version: its `Received`, the tensors that went through vLLM's loader, the token count of
+    each request, and for a cache with scales the bounds of its heads; or why the transfer failed."""
 
     received: Received | None = None
     loaded: list[str] = []
     lost: str = ""
     tokens: dict[str, int] = {}
+    bounds: Bounds = {}
 
 
 class Pickled(msgspec.Struct, frozen=True, array_like=True, tag="pickled"):
