@@ -26,6 +26,7 @@ from stages.backends.model.build import load_network, load_tokenizer
 from stages.backends.torch.engine import TorchEngine
 from stages.backends.torch.optimize import TorchLearner
 from stages.backends.torch.score import score
+from stages.lora import group_problems
 from tests.errors.harness import PROBLEM, command
 from tests.unit import tiny_graph
 from tests.unit.tiny import QWEN3
@@ -280,6 +281,31 @@ def test_a_group_that_cannot_have_adapters_is_refused(group: WorkerGroup, what: 
     assert what in " ".join(problem.what for problem in backend_problems(group, stage, "sample"))
     refit = Refit(BASE, source=group, target=group)
     assert what not in " ".join(problem.what for problem in backend_problems(group, refit, "sample"))
+
+
+MAMBA = {"model_type": "nemotron_h", "layers_block_type": ["mamba", "moe", "attention"], "n_groups": 1}
+AROUND = LoRA(targets=("q_proj", "fc2_latent_proj"))
+
+
+@pytest.mark.parametrize(
+    ("lora", "config", "given", "what", "why"),
+    [
+        (LoRA(), MOE, {}, "has the backend 'vllm' and no GPUs", "no mixture of experts"),
+        (LoRA(), MOE, {"gpus": 1}, "", ""),
+        (AROUND, MAMBA, {"gpus": 1}, "which does not adapt 'fc2_latent_proj'", "its experts hold this projection"),
+        (LoRA(), MAMBA, {"gpus": 1}, "", ""),
+        (LoRA(), MAMBA, {"gpus": 2, "tensor_parallel": 2}, "tensor_parallel=2, and an adapter of 'in_proj'", "copies"),
+        (LoRA(), MAMBA | {"n_groups": 8}, {"gpus": 2, "tensor_parallel": 2}, "", ""),
+        (LoRA(targets=("q_proj",)), MAMBA, {"gpus": 2, "tensor_parallel": 2}, "", ""),
+    ],
+)
+def test_an_adapter_that_vllm_would_compute_otherwise_is_refused(
+    lora: LoRA, config: Any, given: Any, what: str, why: str
+) -> None:
+    group = WorkerGroup("g", backend="vllm", workers=given.get("gpus", 1), **given)
+    found = list(group_problems(Model("tiny", config=config, alphabet="01", lora=lora), group))
+    assert [problem for problem in found if not problem.what.endswith(what) or why not in problem.why] == []
+    assert len(found) == bool(what)
 
 
 def test_a_target_that_is_found_missing_when_the_model_is_loaded_names_what_there_is(pristine: Any) -> None:

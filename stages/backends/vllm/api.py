@@ -54,7 +54,7 @@ from stages.backends.vllm.environment import SECOND_RUNNER, passes
 from stages.backends.vllm.limits import FREE_MEMORY
 from stages.backends.vllm.processes import forks
 from stages.backends.vllm.weights import RankAnswer
-from stages.lora import LoRA
+from stages.lora import LoRA, not_in_vllm
 
 __all__ = [
     "MULTIMODAL_REGISTRY",
@@ -153,6 +153,8 @@ def open_llm(
         settings |= _speculation(speculate, draft, tensor_parallel)
         _end_at_stop_texts()
     if lora is not None:
+        for has, why, _ in not_in_vllm(lora, families.config_of(folder), gpus=gpus, tensor_parallel=tensor_parallel):
+            raise ValueError(f"an engine with adapters has {has}: {why}")
         settings |= _adapters(lora, slots, families.family_of(folder))
     if routes:
         settings["enable_return_routed_experts"] = True
