@@ -185,7 +185,7 @@ def open_llm(
     ).create_engine_config(UsageContext.LLM_CLASS)
     if not gpus:
         _check_head(config.model_config.get_head_size())
-        if lora is not None and config.model_config.get_num_experts():
+        if lora is not None and config.model_config.get_num_experts() and families.may_have_experts(folder):
             raise ValueError("the CPU build computes no mixture of experts in an engine with adapters")
         if drafts := config.speculative_config:
             _check_head(drafts.draft_model_config.get_head_size())
