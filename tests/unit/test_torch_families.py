@@ -1,4 +1,4 @@
-"""Families with routed experts on the torch backend: scores, packed rows, updates, and what keeps its precision."""
+"""Families of models on the torch backend: scores, packed rows, updates, and what keeps its precision."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from pipeline import Model, StageError
 from pipeline.declare.columns import Ragged
 from pipeline.declare.sharding import Packed, Plain, Sharding
 from stages import ClippedLoss, LoRA
-from stages.backends import Batch, Optimization, one_shard
+from stages.backends import Batch, Draws, Optimization, Sampling, one_shard
 from stages.backends.model.adapters import attach
 from stages.backends.model.build import load_network, load_tokenizer
 from stages.backends.model.places import placed
 from stages.backends.model.weights import weights
+from stages.backends.torch.engine import TorchEngine
 from stages.backends.torch.optimize import TorchLearner
 from stages.backends.torch.score import score
 from tests.unit.test_folder import DEEPSEEK, GLM
@@ -39,14 +40,22 @@ EXPERTS = NEMOTRON | {
     "moe_intermediate_size": 12, "moe_shared_expert_intermediate_size": 12, "n_shared_experts": 1, "topk_group": 1,
     "moe_latent_size": 8,
 }  # fmt: skip
-FAMILIES = {"glm4_moe": GLM, "deepseek_v3": DEEPSEEK, "gpt_oss": GPT_OSS, "nemotron_h": NEMOTRON}
+FAMILIES = {
+    "llama": QWEN3 | {"model_type": "llama"},
+    "qwen2": QWEN3 | {"model_type": "qwen2"},
+    "glm4_moe": GLM,
+    "deepseek_v3": DEEPSEEK,
+    "gpt_oss": GPT_OSS,
+    "nemotron_h": NEMOTRON,
+    "nemotron_h, experts": {name: size for name, size in EXPERTS.items() if name != "moe_latent_size"},
+    "nemotron_h, latent": EXPERTS,
+}
 PROMPTS = Ragged(torch.arange(2, 12), (2, 5, 3))
 RESPONSES = Ragged(torch.arange(9, 0, -1) % 7 + 2, (4, 1, 4))
 
 
 def network(family: str, dtype: torch.dtype = torch.float32) -> Any:
-    config = EXPERTS if family == "nemotron_h, latent" else FAMILIES[family]
-    model = Model(family, config=config, alphabet="0123456789")
+    model = Model(family, config=FAMILIES[family], alphabet="0123456789")
     made = load_network(model, load_tokenizer(model), dtype=dtype, device=torch.device("cpu"))
     for name, constant in made.named_buffers():
         if name.endswith("e_score_correction_bias"):
@@ -77,7 +86,21 @@ def test_an_update_changes_all_weights_and_no_constant(family: str) -> None:
     learner.update(batch, ClippedLoss(), temperature=1.0, update=update, packed=True)
     same = [name for name, tensor in weights(made).items() if torch.equal(tensor, before[name])]
     assert same == [name for name in before if name.endswith("e_score_correction_bias")]
-    assert len(same) == (family in ("glm4_moe", "deepseek_v3"))
+    assert any(same) == (family in ("glm4_moe", "deepseek_v3", "nemotron_h, experts", "nemotron_h, latent"))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_samples_have_the_logprobs_of_scores(family: str) -> None:
+    """Prompts have several lengths, so that those of a batch are padded."""
+    engine, model = (
+        TorchEngine(torch.device("cpu"), torch.float32),
+        Model(family, config=FAMILIES[family], alphabet="0123456789"),
+    )
+    prompts = engine.encode(model, ["1", "0123456", "98765"] * 2)
+    made = engine.generate(model, prompts, Sampling(7), Draws(0, (0,) * 6, tuple(range(6))))
+    shard = one_shard(prompts, made.response_ids, Sharding.of(Plain(2)))
+    scored = engine.score(model, prompts, made.response_ids, shard, temperature=1.0)
+    torch.testing.assert_close(scored.values, made.logprobs.values, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3"])
