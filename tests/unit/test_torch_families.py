@@ -34,6 +34,8 @@ NEMOTRON = {
     "model_type": "nemotron_h", "layers_block_type": ["mamba", "mlp", "attention", "mamba"], "hidden_size": 16,
     "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "intermediate_size": 24, "ssm_state_size": 4,
     "mamba_num_heads": 4, "mamba_head_dim": 4, "n_groups": 2, "conv_kernel": 4, "chunk_size": 8,
+    "initializer_range": 0.3,
+    "time_step_min": 1e-9,  # transformers has no shorter time steps where it scores, and has them where it samples
 }  # fmt: skip
 EXPERTS = NEMOTRON | {
     "layers_block_type": ["mamba", "moe", "attention"], "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1,
