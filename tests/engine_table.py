@@ -29,6 +29,13 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "engines.md"
 BEGIN, END = "<!-- what follows is written by python -m tests.engine_table --write -->", "<!-- end of the tables -->"
 Device = Literal["CPU", "GPU"]
+LEGEND = (
+    "A cell says where a family has been run. **CPU**: a test on the CPU shows it, in float32. **GPU**: a kept result",
+    "has it, in bfloat16. **not run**: `--check` allows it, and neither is there. **no**: `--check` refuses it, for",
+    "the reasons below. **-**: the family has no such part. `python -m tests.engine_table --write` writes the tables, from",
+    "what `--check` says of a small config of each family and from the lists of tests and results in",
+    "`tests/engine_table.py`; a test fails if the page differs.",
+)
 PLAIN = {
     "hidden_size": 512, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8,
     "num_key_value_heads": 4, "head_dim": 64, "vocab_size": 512,
@@ -80,7 +87,7 @@ FAMILIES = (
     ),
     Family("NemotronH (`nemotron_h`)", "nemotron_h", HYBRID),
     Family("NemotronH with experts", "nemotron_h, experts", MOE, experts=True),
-    Family("NemotronH, latent experts", "nemotron_h, latent", MOE | {"moe_latent_size": 128}, experts=True),
+    Family("NemotronH with latent experts", "nemotron_h, latent", MOE | {"moe_latent_size": 128}, experts=True),
     Family(
         "gpt-oss (`gpt_oss`)", "gpt_oss", PLAIN | {"num_local_experts": 8, "num_experts_per_tok": 2}, experts=True
     ),
@@ -100,6 +107,7 @@ class Column:
     group: Mapping[str, Any] = field(default_factory=dict)
     model: Mapping[str, Any] = field(default_factory=dict)
     needs: Literal["", "experts", "images"] = ""
+    samples: bool = False
 
     @property
     def name(self) -> str:
@@ -124,41 +132,62 @@ TRAINERS = (
     _divided("ETP", "experts", tensor_parallel=2, expert_tensor_parallel=2),
 )
 SAMPLERS = (
-    Column("1 rank", "torch"),
-    Column("1 rank", "vllm"),
-    Column("TP", "vllm", 2, {"tensor_parallel": 2}),
-    Column("FP8 weights", "vllm", group={"weights": "fp8"}),
-    Column("FP8 cache", "vllm", group={"cache": "fp8"}),
+    Column("sampler", "torch", samples=True),
+    Column("1 rank", "vllm", samples=True),
+    Column("TP", "vllm", 2, {"tensor_parallel": 2}, samples=True),
+    Column("FP8 weights", "vllm", group={"weights": "fp8"}, samples=True),
+    Column("FP8 cache", "vllm", group={"cache": "fp8"}, samples=True),
 )
-FEATURES = (
-    *(Column("LoRA", backend, model={"lora": LoRA()}) for backend in ("torch", "megatron", "vllm")),
-    *(
-        Column("router replay", backend, model={"router_replay": True}, needs="experts")
-        for backend in ("torch", "megatron", "vllm")
-    ),
-    *(Column("images", backend, needs="images") for backend in ("torch", "megatron", "vllm")),
+FEATURES = tuple(
+    Column(title, backend, model=model, needs=needs, samples=backend == "vllm")
+    for title, model, needs in (
+        ("LoRA", {"lora": LoRA()}, ""),
+        ("replay", {"router_replay": True}, "experts"),
+        ("images", {}, "images"),
+    )
+    for backend in ("torch", "megatron", "vllm")
 )
+OWN = "megatron CP"  # CPU tests give it an attention of their own, and `--check` refuses it without GPUs
 
 _MIXTURES = ("qwen3_moe", "glm4_moe", "deepseek_v3")
-_DESCRIBED = (  # that Megatron-core computes
-    "llama", "qwen2", "qwen3", *_MIXTURES, "nemotron_h", "nemotron_h, experts", "nemotron_h, latent",
-)  # fmt: skip
+_HYBRIDS = ("nemotron_h", "nemotron_h, experts", "nemotron_h, latent")
 _SEEING = ("qwen3_vl", "qwen2_5_vl")
-_TORCH = {
-    "tests/engines/test_megatron.py::test_what_is_trained_is_what_the_torch_sampler_serves": _DESCRIBED,
-    "tests/unit/test_torch_families.py::test_an_update_changes_all_weights_and_no_constant": ("gpt_oss",),
-    "tests/unit/test_images.py::test_samples_have_the_logprobs_of_the_trainer_also_with_tokens_of_images": _SEEING,
-}
+_UNITS = "tests/unit/test_torch_families.py::"
+_ONE_RANK = "tests/engines/test_megatron.py::test_one_rank_trains_"
 _REFITS = "tests/engines/test_vllm_refit.py::"
 _IMAGES = "tests/engines/test_vllm_images.py::test_samples_have_the_logprobs_of_the_trainer_before_and_after_refits"
 SHOWN: Mapping[Device, Mapping[str, Mapping[str, tuple[str, ...]]]] = {  # by column: tests or results, and families
     "CPU": {
-        "torch 1 rank": _TORCH,
+        "torch 1 rank": {
+            f"{_ONE_RANK}as_the_torch_backend_does": ("qwen3", "qwen3_moe"),
+            f"{_UNITS}test_an_update_changes_all_weights_and_no_constant": (
+                "llama",
+                "qwen2",
+                "glm4_moe",
+                "deepseek_v3",
+                "gpt_oss",
+                *_HYBRIDS,
+            ),
+            "tests/unit/test_images.py::test_an_update_trains_what_sees_and_without_images_gives_it": _SEEING,
+        },
+        "torch sampler": {
+            "tests/unit/test_torch_generate.py::test_rollout_logprobs_are_those_of_scoring": ("qwen3",),
+            "tests/unit/test_routes.py::test_the_sampler_returns_the_experts_of_each_token": ("qwen3_moe",),
+            f"{_UNITS}test_samples_have_the_logprobs_of_scores": (
+                "llama",
+                "qwen2",
+                "glm4_moe",
+                "deepseek_v3",
+                "gpt_oss",
+                *_HYBRIDS,
+            ),
+            "tests/unit/test_images.py::test_samples_have_the_logprobs_of_the_trainer": _SEEING,
+        },
         "torch DP": {"tests/integration/test_ranks.py::WAYS": ("qwen3",)},
         "torch FSDP2": {"tests/integration/test_ranks.py::WAYS": ("qwen3",)},
         "torch LoRA": {
             "tests/unit/test_lora.py::test_one_update_with_the_identity_is_one_of_the_layers_themselves": ("qwen3",),
-            "tests/engines/test_megatron.py::test_one_rank_trains_an_adapter_as_the_torch_backend_does": (
+            f"{_ONE_RANK}an_adapter_as_the_torch_backend_does": (
                 "qwen2",
                 *_MIXTURES,
                 "nemotron_h",
@@ -166,21 +195,20 @@ SHOWN: Mapping[Device, Mapping[str, Mapping[str, tuple[str, ...]]]] = {  # by co
             ),
             "tests/unit/test_torch_families.py::test_an_adapter_has_all_linear_layers": ("gpt_oss",),
         },
-        "torch router replay": {"tests/unit/test_routes.py::test_replaying_the_own_choice_changes_no_bit": _MIXTURES},
+        "torch replay": {"tests/unit/test_routes.py::test_replaying_the_own_choice_changes_no_bit": _MIXTURES},
         "torch images": {
             "tests/unit/test_images.py::test_an_update_trains_what_sees_and_without_images_gives_it": _SEEING
         },
         "vllm 1 rank": {
             "tests/engines/test_vllm.py::tiny": ("qwen3",),
-            f"{_REFITS}test_a_model_with_a_table_is_written_by_it": ("llama", "qwen2"),
-            f"{_REFITS}golden": ("qwen3_moe",),
-            f"{_REFITS}test_a_mixture_routed_by_sigmoids": ("glm4_moe", "deepseek_v3"),
-            f"{_REFITS}test_the_states_of_mamba_layers_are_served": ("nemotron_h",),
+            f"{_REFITS}test_a_llama_is_written_by_the_table": ("llama",),
+            "tests/engines/test_vllm_lora.py::test_layers_of_nemotron_h_have_adapters": ("nemotron_h",),
+            f"{_REFITS}test_a_mixture_routed_by_sigmoids": ("glm4_moe",),
             f"{_REFITS}test_fused_experts_and_attention_sinks_are_served": ("gpt_oss",),
             _IMAGES: _SEEING,
         },
         "vllm TP": {
-            f"{_REFITS}test_a_model_with_a_table_is_written_by_it": ("llama", "qwen2"),
+            f"{_REFITS}test_a_model_with_a_table_is_written_by_it": ("qwen2",),
             f"{_REFITS}golden": ("qwen3_moe",),
             f"{_REFITS}test_a_mixture_routed_by_sigmoids": ("deepseek_v3",),
             f"{_REFITS}test_the_states_of_mamba_layers_are_served": ("nemotron_h",),
@@ -194,6 +222,7 @@ SHOWN: Mapping[Device, Mapping[str, Mapping[str, tuple[str, ...]]]] = {  # by co
     },
     "GPU": {  # kept results of whole steps, updates or samples, in bfloat16
         "torch 1 rank": {"benchmarks/results/gpu.torch_backend.json::bfloat16": ("qwen3",)},
+        "torch sampler": {"benchmarks/results/gpu.torch_backend.json::rollout/length_mean": ("qwen3",)},
         "torch DP": {"benchmarks/results/gpu.torch_backend.ray.json::2 workers a group": ("qwen3",)},
         "torch FSDP2": {"benchmarks/results/gpu.torch_backend.ray_fully_sharded.json::fully sharded": ("qwen3",)},
         "megatron 1 rank": {
@@ -223,7 +252,7 @@ def of_cases() -> Iterator[tuple[str, str]]:
         tensor = case.layout.tensor
         for title, has in (
             ("LoRA", case.lora is not None),
-            ("router replay", case.replay),
+            ("replay", case.replay),
             ("TP", tensor > 1),
             ("PP", case.layout.pipeline > 1),
             ("DP", case.layout.data > 1),
@@ -250,60 +279,83 @@ def shown() -> set[tuple[Device, str, str]]:
 
 def refusals(family: Family, column: Column, device: Device) -> list[Problem]:
     """What `--check` says of the family's model on such a group, if all packages are there."""
-    model = Model(
-        "tiny", config={"model_type": family.model_type, **family.config}, alphabet="0123456789", images=family.images,
-        **column.model,
-    )  # fmt: skip
+    config = {"model_type": family.model_type, **family.config}
+    if device == "CPU" and column.backend == "vllm" and family.config.get("n_groups"):
+        config["n_groups"] = 1  # of Mamba heads: it computes no more per rank there
+    model = Model("tiny", config=config, alphabet="0123456789", images=family.images, **column.model)
     gpus = column.workers if device == "GPU" else 0
     group = WorkerGroup("group", backend=column.backend, workers=column.workers, gpus=gpus, **column.group)
-    samples = column.backend == "vllm"
     stage = (
         Rollout(model, on=group, samples_per_prompt=2)
-        if samples
+        if column.samples
         else Train(model, on=group, loss=ClippedLoss(), lr=1e-6)
     )
     with (
         patch.object(known_backends, "is_installed", lambda package: True),
         patch.object(limits, "_installed", lambda: "0.32.0"),
     ):
-        return [*model_problems(model), *backend_problems(group, stage, "sample" if samples else "train")]
+        work = "sample" if column.samples else "train"
+        return [*model_problems(model), *backend_problems(group, stage, work)]  # type: ignore[arg-type]
 
 
-def cell(family: Family, column: Column) -> tuple[str, list[Problem]]:
-    """What the table says, and why it is refused. Raises ValueError for what is refused and has been shown."""
+@dataclass
+class Reasons:
+    """Why something is refused: families and backends, by reason."""
+
+    by: dict[str, tuple[dict[str, None], dict[str, None]]] = field(default_factory=dict)
+
+    def add(self, family: Family, column: Column, problems: list[Problem]) -> None:
+        """Add those of one cell."""
+        for problem in problems:
+            families, backends = self.by.setdefault(problem.why, ({}, {}))
+            families[family.name.partition(" (")[0]] = backends[f"`{column.backend}`"] = None
+
+    def lines(self) -> Iterator[str]:
+        """One line for each reason."""
+        for why, (families, backends) in self.by.items():
+            yield f"- {', '.join(backends)}: {why} ({', '.join(families)})."
+
+
+def cell(family: Family, column: Column, everywhere: Reasons, on_a_cpu: Reasons) -> str:
+    """What the table says. Raises ValueError for what is shown and refused."""
     if column.needs and column.needs not in _parts(family.kind):
-        return "-", []
-    found = {device: refusals(family, column, device) for device in ("CPU", "GPU")}  # type: ignore[arg-type]
+        return "-"
+    found: dict[Device, list[Problem]] = {
+        "CPU": refusals(family, column, "CPU"),
+        "GPU": refusals(family, column, "GPU"),
+    }
     devices = [device for device in found if (device, column.name, family.kind) in shown()]
-    if all(found.values()):
-        if devices:
-            raise ValueError(f"{family.name} in {column.name} is shown, and refused: {found['GPU'][0]}")
-        return "no", found["GPU"]
-    return ", ".join(devices) or "not run", []
+    for device in devices:
+        if found[device] and (column.name != OWN or found["GPU"]):
+            raise ValueError(f"{family.name} in {column.name} is shown on a {device}, and refused: {found[device][0]}")
+    if found["GPU"]:
+        everywhere.add(family, column, found["GPU"])
+        return "no"
+    if column.name != OWN:
+        on_a_cpu.add(family, column, found["CPU"])
+    return ", ".join(devices) or "not run"
 
 
 def lines() -> Iterator[str]:
     """The tables, and why what is refused is."""
-    reasons: dict[str, dict[str, list[str]]] = {}
-    for title, columns in (("trains", TRAINERS), ("samples", SAMPLERS), ("has", FEATURES)):
-        heads = [f"`{column.backend}`, {column.title}" for column in columns]
+    everywhere, on_a_cpu = Reasons(), Reasons()
+    yield from LEGEND
+    yield ""
+    for title, columns in (("training", TRAINERS), ("sampling", SAMPLERS), ("with", FEATURES)):
+        heads = [f"`{column.backend}` {column.title}" for column in columns]
         yield f"| {title} | {' | '.join(heads)} |"
         yield "|---" * (len(columns) + 1) + "|"
         for family in FAMILIES:
-            cells = []
-            for column in columns:
-                says, problems = cell(family, column)
-                cells.append(says)
-                for problem in problems:
-                    places = reasons.setdefault(problem.why, {}).setdefault(family.name.partition(" (")[0], [])
-                    places += [f"`{column.backend}`"] if f"`{column.backend}`" not in places else []
+            cells = [cell(family, column, everywhere, on_a_cpu) for column in columns]
             yield f"| {family.name} | {' | '.join(cells)} |"
         yield ""
     yield "Why `--check` says no:"
     yield ""
-    for why, families in reasons.items():
-        places = sorted({place for named in families.values() for place in named})
-        yield f"- {', '.join(families)} in {', '.join(places)}: {why}."
+    yield from everywhere.lines()
+    yield ""
+    yield "What it refuses without GPUs only:"
+    yield ""
+    yield from on_a_cpu.lines()
 
 
 def page(text: str) -> str:

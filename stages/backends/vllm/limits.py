@@ -167,7 +167,7 @@ def _hybrid(group: WorkerGroup, config: Mapping[str, Any], where: str) -> Iterat
         yield Problem(
             where=where,
             what=f"the model has experts without gates, and worker group {group.name!r} has no GPUs",
-            why="the CPU build of vLLM 0.32 has no kernel for them",
+            why="the CPU build of vLLM 0.32 has no kernel for experts without gates",
             fix="gpus=..., or backend='torch'",
         )
 
