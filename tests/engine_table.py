@@ -32,8 +32,8 @@ Device = Literal["CPU", "GPU"]
 LEGEND = (
     "A cell says where a family has been run. **CPU**: a test on the CPU shows it, in float32. **GPU**: a kept result",
     "has it, in bfloat16. **not run**: `--check` allows it, and neither is there. **no**: `--check` refuses it, for",
-    "the reasons below. **-**: the family has no such part. `python -m tests.engine_table --write` writes the tables, from",
-    "what `--check` says of a small config of each family and from the lists of tests and results in",
+    "the reasons below. **-**: the family has no such part. `python -m tests.engine_table --write` writes the tables,",
+    "from what `--check` says of a small config of each family and from the lists of tests and results in",
     "`tests/engine_table.py`; a test fails if the page differs.",
 )
 PLAIN = {

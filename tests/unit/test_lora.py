@@ -29,6 +29,7 @@ from stages.backends.torch.score import score
 from stages.lora import group_problems
 from tests.errors.harness import PROBLEM, command
 from tests.unit import tiny_graph
+from tests.unit.test_torch_families import NEMOTRON
 from tests.unit.tiny import QWEN3
 
 torch.set_num_threads(1)
@@ -168,10 +169,10 @@ def test_a_restored_adapter_continues_bit_for_bit(tmp_path: Path) -> None:
     assert all(torch.equal(tensor, ends[1][name]) for name, tensor in ends[0].items())
 
 
-def lora_graph(steps: int = 2) -> Graph:
+def lora_graph(steps: int = 2, **changed: Any) -> Graph:
     """The tiny graph with an adapter."""
     graph = tiny_graph.graph(steps=steps)
-    policy = replace(graph.stages[0].model, lora=LoRA(rank=4, targets=("q_proj", "down_proj")))
+    policy = replace(graph.stages[0].model, **{"lora": LoRA(rank=4, targets=("q_proj", "down_proj"))} | changed)
     stages = [replace(stage, model=policy) if hasattr(stage, "model") else stage for stage in graph.stages]
     stages[1] = Reward(height)
     return replace(graph, stages=tuple(stages))
@@ -223,6 +224,19 @@ def test_the_export_is_a_folder_of_peft_and_merged_it_computes_what_was_trained(
         far = [float((trained(ids).logits - other(ids).logits).abs().max())
                for other in (merged, engine.network(policy.frozen(), "frozen"))]  # fmt: skip
     assert far[0] < 1e-5 < 1e-3 < far[1]
+
+
+def test_the_export_of_nemotron_h_has_the_names_of_its_folder(tmp_path: Path) -> None:
+    """Which transformers' modules have not. All targets are added to the weights that they belong to."""
+    execute(tmp_path / "run", lora_graph(steps=1, config=NEMOTRON, lora=LoRA(rank=2)))
+    assert command(tmp_path, "run", "--model", "adapter", program="export")[::2] == (0, "")
+    tensors = load_file(tmp_path / "adapter/adapter_model.safetensors")
+    base = json.loads((tmp_path / "adapter/adapter_config.json").read_text())["base_model_name_or_path"]
+    assert command(tmp_path, "run", "--model", "merged", "--merge", base, program="export")[::2] == (0, "")
+    one, two = (load_file(Path(folder) / "model.safetensors") for folder in (base, tmp_path / "merged"))
+    layers = {name.removeprefix("base_model.model.").rsplit(".", 2)[0] for name in tensors}
+    assert {name.removesuffix(".weight") for name in one if not torch.equal(one[name], two[name])} == layers
+    assert len(layers) == 2 + 2 + 4 + 2 and all(name.startswith("backbone.layers.") for name in layers)
 
 
 @pytest.mark.parametrize(
