@@ -7,15 +7,16 @@ Describes and checks them without loading a model; `stages.backends.model.adapte
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
+from ops.flops import block_kinds
 from pipeline import Model, WorkerGroup
 from pipeline.declare.parameters import at_least, broken, is_whole, number
 from pipeline.errors import Problem, StageError, shown
-from stages.model_shape import DENSE, known_config
+from stages.model_shape import DENSE, MIXTURES, known_config
 
 ALL = "all"
 A, B = "lora_A.weight", "lora_B.weight"  # how the names of an adapter's two tensors end
@@ -23,18 +24,24 @@ LARGEST_RANK = 512  # that vLLM computes
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _MLP = ("gate_proj", "up_proj", "down_proj")
 _LATENT = ("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj")  # the first, or the two that follow
+_STATE_SPACE = ("in_proj", "out_proj")
+_UNGATED = ("up_proj", "down_proj")
+_PROJECTIONS = ("fc1_latent_proj", "fc2_latent_proj")  # around experts that compute in a smaller space
 _LAYERS = {  # the linear layers of each family; of a mixture, "mlp" is that of dense layers and shared experts
     **dict.fromkeys(DENSE, _ATTENTION + _MLP),
     "qwen3_moe": _ATTENTION,
     "glm4_moe": _ATTENTION + _MLP,
     "deepseek_v3": _LATENT + _MLP,
+    "nemotron_h": (*_ATTENTION, *_STATE_SPACE, *_UNGATED),
     "gpt_oss": _ATTENTION,
 }
+_NAMED = {"nemotron_h": _PROJECTIONS}  # layers that have an adapter where they are named; "all" leaves them out
 _EXPERTS = "experts are computed together, without adapters"
 _WITHOUT = {  # layers that a family has, and why they have no adapters
     "qwen3_moe": dict.fromkeys(_MLP, _EXPERTS),
     "gpt_oss": dict.fromkeys(("gate_up_proj", "down_proj"), _EXPERTS),
     "deepseek_v3": {"kv_b_proj": "vLLM multiplies it into other matrices when it loads a model"},
+    "nemotron_h": {"conv1d": "a convolution is no linear layer", "gate": "routers stay as they are"},
 }
 
 
@@ -46,7 +53,7 @@ class LoRA:
     rank     of the matrices, 1 to 512
     alpha    above 0; alpha / rank multiplies what the adapter adds
     targets  the layers, by the last part of their names, such as ("q_proj", "v_proj"); "all" is every linear layer of
-             the decoder layers, except experts
+             the decoder layers, except experts and the projections around them
     """
 
     rank: int = 16
@@ -69,7 +76,7 @@ class LoRA:
     def layers(self, family: str, names: Collection[str], where: str) -> tuple[str, ...]:
         """The targets among the layers, by the last parts of their names, of a model of this family (`model_type`).
         Raises StageError for a target that is none of them."""
-        known = [name for name in names if name in _LAYERS.get(family, names)]
+        known = [name for name in names if name in _can_have(family, names)]
         wanted = tuple(name for name in self.names(family) if name in known or self.targets != ALL)
         if wrong := [name for name in wanted or (ALL,) if name not in known]:
             raise StageError(*(_unknown_target(name, family, known, where) for name in wrong))
@@ -90,8 +97,8 @@ class LoRA:
             yield from self._unknown(str(config.get("model_type")), where)
 
     def _unknown(self, family: str, where: str) -> Iterator[Problem]:
-        known = _LAYERS.get(family)
-        if known is None:
+        known = _can_have(family, ())
+        if not known:
             if self.targets == ALL:
                 what, why = f"LoRA has targets='all' and the model is a {family!r}", "its layers are not known here"
                 yield Problem(where=where, what=what, why=why, fix="name the layers, as in targets=('q_proj',)")
@@ -99,6 +106,11 @@ class LoRA:
         for name in () if self.targets == ALL else self.targets:
             if name not in known:
                 yield _unknown_target(name, family, known, where)
+
+
+def _can_have(family: str, otherwise: Collection[str]) -> tuple[str, ...]:
+    """The layers of a family that can have adapters; `otherwise` if the family is not known."""
+    return (*_LAYERS[family], *_NAMED.get(family, ())) if family in _LAYERS else tuple(otherwise)
 
 
 def _unknown_target(name: str, family: str, known: Sequence[str], where: str) -> Problem:
@@ -140,6 +152,29 @@ def group_problems(model: Model, group: WorkerGroup) -> Iterator[Problem]:
     elif group.speculate:
         why, fix = "drafts are not verified with adapters", "speculate=0"
         yield Problem(where=where, what=f"{what} has speculate={group.speculate}", why=why, fix=fix)
+    elif backend.name == "vllm" and isinstance(model.lora, LoRA):
+        config, tensor = known_config(model), group.tensor_parallel
+        for has, why, fix in not_in_vllm(model.lora, config, gpus=group.gpus > 0, tensor_parallel=tensor):
+            yield Problem(where=where, what=f"{what} has {has}", why=why, fix=fix)
+
+
+def not_in_vllm(
+    lora: LoRA, config: Mapping[str, Any], *, gpus: bool, tensor_parallel: int
+) -> Iterator[tuple[str, str, str]]:
+    """What a group of vLLM has that goes together with no such adapter of a model with this config, why, and what
+    does."""
+    family, groups = str(config.get("model_type") or ""), config.get("n_groups")
+    targets = lora.names(family)
+    if not gpus and family in (*MIXTURES, "gpt_oss"):
+        why = "the CPU build computes no mixture of experts in an engine with adapters"
+        yield "the backend 'vllm' and no GPUs", why, "gpus=..., or backend='torch'"
+    if around := [name for name in targets if name in _NAMED.get(family, ())]:
+        why = "its experts hold this projection, and compute it without an adapter"
+        yield f"the backend 'vllm', which does not adapt {around[0]!r}", why, "leave that target out"
+    copied = isinstance(groups, int) and is_whole(tensor_parallel, 1) and groups % tensor_parallel > 0
+    if copied and "in_proj" in targets and "mamba" in block_kinds(config):
+        why = "vLLM copies the only group of Mamba heads to each rank, and would give ranks wrong rows of the adapter"
+        yield f"tensor_parallel={tensor_parallel}, and an adapter of 'in_proj'", why, "other targets"
 
 
 def _divides_heads(model: Model, group: WorkerGroup) -> bool:

@@ -178,6 +178,9 @@ class Case:
 
 
 ADAPTER = LoRA(rank=4, alpha=8)
+AROUND = LoRA(  # all layers of a NemotronH, and the projections around its experts
+    rank=4, alpha=8, targets=(*ADAPTER.names("nemotron_h"), "fc1_latent_proj", "fc2_latent_proj")
+)
 CASES = {
     "tensor": Case("qwen3", RankLayout(tensor=2)),
     "tensor, bias": Case("qwen2", RankLayout(tensor=2), microbatching=Packed(64)),
@@ -209,6 +212,11 @@ CASES = {
     "adapter, latent": Case("deepseek_v3", RankLayout(tensor=2), expert=2, expert_tensor=1, lora=ADAPTER),
     "adapter, latent, plain": Case("deepseek_v3, plain", RankLayout(pipeline=2), lora=ADAPTER),
     "adapter, glm": Case("glm4_moe", RankLayout(tensor=2), microbatching=Packed(64), recompute="mlp", lora=ADAPTER),
+    "adapter, hybrid, tensor": Case("nemotron_h", RankLayout(tensor=2), microbatching=Packed(64), lora=ADAPTER),
+    "adapter, hybrid, pipeline": Case("nemotron_h, latent", RankLayout(pipeline=2), recompute="mlp", lora=AROUND),
+    "adapter, hybrid, experts": Case(
+        "nemotron_h, latent", RankLayout(tensor=2), expert=2, expert_tensor=1, lora=AROUND
+    ),
     "glm, tensor": Case("glm4_moe", RankLayout(tensor=2)),
     "glm, pipeline": Case("glm4_moe", RankLayout(pipeline=2), microbatching=Packed(64), recompute=True),
     "glm, shared, expert": Case("glm4_moe", RankLayout(data=2), expert=2, microbatching=Packed(64), grouped=True),

@@ -37,6 +37,7 @@ SIGMOID = {
     "n_shared_experts": 1, "n_group": 2, "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 2.5,
 }  # fmt: skip
 CONFIGS = {
+    "llama": PLAIN | {"model_type": "llama"},
     "qwen2": PLAIN | {"model_type": "qwen2", "tie_word_embeddings": True, "head_dim": None, "num_attention_heads": 2},
     "qwen3": PLAIN | {"model_type": "qwen3", "tie_word_embeddings": True},
     "qwen3_moe": PLAIN

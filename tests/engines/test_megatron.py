@@ -72,6 +72,9 @@ CASES = (
     "adapter, latent",
     "adapter, latent, plain",
     "adapter, glm",
+    "adapter, hybrid, tensor",
+    "adapter, hybrid, pipeline",
+    "adapter, hybrid, experts",
     "glm, tensor",
     "glm, pipeline",
     "glm, shared, expert",
@@ -165,8 +168,8 @@ def measured(running: Any) -> None:
 def alone(cases: Any, groups: Any, folder: Path) -> dict[str, Any]:
     """The measurements of one rank, by family and shape; of a grouped batch as `grouped <family>`."""
     given = {family: cases.Case(family, RankLayout(), microbatching=Plain(8)) for family in (*FAMILIES, *cases.SHAPES)}
-    adapted = {case.family for case in cases.CASES.values() if case.lora}
-    given |= {f"adapter {family}": replace(given[family], lora=cases.ADAPTER) for family in adapted}
+    adapted = {case.family: case.lora for case in cases.CASES.values() if case.lora}
+    given |= {f"adapter {family}": replace(given[family], lora=lora) for family, lora in adapted.items()}
     given |= {f"grouped {family}": replace(given[family], grouped=True) for family in FAMILIES}
     replayed = [case for case in cases.CASES.values() if case.replay]
     given |= {case.alone: replace(given[case.family], grouped=case.grouped, replay=True) for case in replayed}
@@ -247,7 +250,7 @@ def test_one_rank_trains_as_the_torch_backend_does(
 ) -> None:
     from transformers import AutoModelForCausalLM
 
-    from stages.backends.model.places import in_folder
+    from stages.backends.model.names import in_folder
     from stages.backends.torch.optimize import TorchLearner
     from stages.backends.torch.routers import Routers
 
@@ -275,26 +278,34 @@ def test_one_rank_trains_as_the_torch_backend_does(
         assert relative(tensors[f"weight {in_folder(network, name)}"], parameters[name].detach()) < 1e-5
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen2", "qwen3_moe", "glm4_moe", "deepseek_v3", "deepseek_v3, plain"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        "qwen3", "qwen2", "qwen3_moe", "glm4_moe", "deepseek_v3", "deepseek_v3, plain", "nemotron_h",
+        "nemotron_h, latent",
+    ],
+)  # fmt: skip
 def test_one_rank_trains_an_adapter_as_the_torch_backend_does(
     cases: Any, alone: dict[str, Any], folder: Path, family: str
 ) -> None:
     """The first values of the adapter included."""
     from stages.backends.model.adapters import attach
+    from stages.backends.model.names import in_folder
     from stages.backends.model.weights import weights
     from stages.backends.torch.optimize import TorchLearner
 
     batch = cases.frozen_batch()
     (shard,) = cases.shards_of(batch, Plain(3), 1)
     network = cases.AutoModelForCausalLM.from_pretrained(folder / family, dtype=torch.float32).eval()
-    attach(network, cases.ADAPTER, seed=0, where="here")
+    (lora,) = {case.lora for case in cases.CASES.values() if case.lora and case.family == family}
+    attach(network, lora, seed=0, where="here")
     learner = TorchLearner(network, cases.OPTIMIZATION, pad=0)
     tensors, metrics = alone[f"adapter {family}"]
     for number in range(2):
         made = learner.update(batch, cases.LOSS, temperature=cases.TEMPERATURE, update=shard.updates[0])
         for name, value in made.items():
             assert metrics[f"{number} {name}"] == pytest.approx(value, rel=1e-5, abs=1e-5)
-    trained = weights(network)
+    trained = {in_folder(network, name): tensor for name, tensor in weights(network).items()}
     assert {name for name in tensors if name.startswith("weight ")} == {f"weight {name}" for name in trained}
     for name, tensor in trained.items():
         assert relative(tensors[f"weight {name}"], tensor) < near(name)

@@ -16,10 +16,12 @@ from pipeline.declare.columns import Ragged
 from stages import LoRA
 from stages.backends import Decoded, Sampling
 from stages.backends.model.adapters import attach, sharing
+from stages.backends.model.names import in_folder
 from stages.backends.model.weights import weights
 from stages.backends.torch.engine import TorchEngine
 from tests.engines import vllm_models as tiny
 from tests.engines.prepared import engines, kill
+from tests.engines.refit_case import CONFIGS, made
 from tests.optional import need
 from tests.shares import shares_of
 
@@ -64,7 +66,8 @@ def base_of(model: Model) -> Any:
 
 
 def sent(model: Model, version: int) -> list[Share]:
-    return shares_of(weights(trained(model, version)))
+    network = trained(model, version)
+    return shares_of({in_folder(network, name): tensor for name, tensor in weights(network).items()})
 
 
 def prompts(backend: Any, model: Model) -> Ragged:
@@ -177,5 +180,39 @@ def test_two_tensor_parallel_ranks_divide_an_adapter_of_some_layers(
             opened.serve(adapted, sent(adapted, version), version)
             made = opened.generate(adapted, prompt_ids, SAMPLING, tiny.draws(GROUPS))
             assert tiny.farthest(made, tiny.logprobs(trained(adapted, version), prompt_ids, made, 1.0)) < NEAR
+    finally:
+        opened.close()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "groups", "lora"),
+    [
+        (1, 1, LORAS[2]),
+        (2, 2, LORAS[2]),
+        (2, 1, LoRA(rank=8, targets=("q_proj", "o_proj", "out_proj", "up_proj", "down_proj"))),
+    ],
+)
+def test_layers_of_nemotron_h_have_adapters(
+    prepared: None, root: Path, monkeypatch: pytest.MonkeyPatch, ranks: int, groups: int, lora: LoRA
+) -> None:
+    """Attention, Mamba and feed-forward. Ranks have their rows of each of the five parts of `in_proj`; where they copy
+    the only group of Mamba heads, that target is refused."""
+    from stages.backends.vllm.engine import open_engine
+
+    if ranks > 1:
+        monkeypatch.delenv("VLLM_ENABLE_V1_MULTIPROCESSING", raising=False)
+    monkeypatch.setitem(CONFIGS, "nemotron_h", CONFIGS["nemotron_h"] | {"n_groups": groups})
+    adapted = replace(made(root / f"{ranks} {groups}", "nemotron_h", 0), lora=lora)
+    opened = open_engine(tiny.context(root, replace(tiny.GROUP, workers=ranks, tensor_parallel=ranks)))
+    try:
+        if groups < ranks:
+            with pytest.raises(StageError, match=r"an adapter of 'in_proj': vLLM copies the only group"):
+                opened.load(replace(adapted, lora=LORAS[2]))
+        prompt_ids = prompts(opened, adapted)
+        for version in (1, 2):
+            opened.serve(adapted, sent(adapted, version), version)
+            found = opened.generate(adapted, prompt_ids, SAMPLING, tiny.draws(GROUPS))
+            assert tiny.farthest(found, tiny.logprobs(trained(adapted, version), prompt_ids, found, 1.0)) < NEAR
+            assert tiny.farthest(found, tiny.logprobs(base_of(adapted), prompt_ids, found, 1.0)) > 0.1
     finally:
         opened.close()

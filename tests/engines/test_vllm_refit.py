@@ -28,6 +28,11 @@ def golden(prepared: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str
         return refit(tmp_path_factory.mktemp("golden"), "qwen3_moe", 2, ("golden", "golden"))
 
 
+def test_a_llama_is_written_by_the_table(prepared: None, tmp_path: Path) -> None:
+    found = refit(tmp_path, "llama", 1, ("pull",))
+    assert max(found["far"]) < NEAR and found["loaded"] == []
+
+
 def test_a_model_with_a_table_is_written_by_it(prepared: None, several_ranks: None, tmp_path: Path) -> None:
     found = refit(tmp_path, "qwen2", 2, ("pull", "messages", "gloo", "gloo"))
     assert max(found["far"]) < NEAR and found["loaded"] == []

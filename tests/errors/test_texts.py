@@ -14,6 +14,7 @@ from pipeline.record import trace
 from stages.backends import is_installed
 from tests.errors import (
     cases,
+    cases_adapters,
     cases_data,
     cases_filter,
     cases_groups,
@@ -35,6 +36,7 @@ SUBJECTS = (
     cases_groups,
     cases_data,
     cases_images,
+    cases_adapters,
     cases_rewards,
     cases_filter,
     cases_running,

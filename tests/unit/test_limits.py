@@ -38,6 +38,8 @@ def test_heads_that_vllm_divides(heads: Any, groups: Any, tensor: int, says: str
         ({"n_groups": 2}, {"workers": 4, "gpus": 4, "tensor_parallel": 4}, "groups of Mamba heads (2)"),
         ({"n_groups": 2}, {"gpus": 1}, ""),
         ({"n_groups": 2}, {}, "n_groups=2"),
+        ({"n_groups": 2}, {"workers": 2, "tensor_parallel": 2}, ""),  # each rank has one
+        ({"n_groups": 4}, {"workers": 2, "tensor_parallel": 2}, "n_groups=4"),
         ({"layers_block_type": ["attention", "moe"], "n_groups": 2}, {}, "experts without gates"),
         ({"layers_block_type": ["attention", "moe"], "n_groups": 2}, {"gpus": 1}, ""),
         ({"layers_block_type": None}, {}, ""),

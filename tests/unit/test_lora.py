@@ -26,8 +26,10 @@ from stages.backends.model.build import load_network, load_tokenizer
 from stages.backends.torch.engine import TorchEngine
 from stages.backends.torch.optimize import TorchLearner
 from stages.backends.torch.score import score
+from stages.lora import group_problems
 from tests.errors.harness import PROBLEM, command
 from tests.unit import tiny_graph
+from tests.unit.test_torch_families import NEMOTRON
 from tests.unit.tiny import QWEN3
 
 torch.set_num_threads(1)
@@ -167,10 +169,10 @@ def test_a_restored_adapter_continues_bit_for_bit(tmp_path: Path) -> None:
     assert all(torch.equal(tensor, ends[1][name]) for name, tensor in ends[0].items())
 
 
-def lora_graph(steps: int = 2) -> Graph:
+def lora_graph(steps: int = 2, **changed: Any) -> Graph:
     """The tiny graph with an adapter."""
     graph = tiny_graph.graph(steps=steps)
-    policy = replace(graph.stages[0].model, lora=LoRA(rank=4, targets=("q_proj", "down_proj")))
+    policy = replace(graph.stages[0].model, **{"lora": LoRA(rank=4, targets=("q_proj", "down_proj"))} | changed)
     stages = [replace(stage, model=policy) if hasattr(stage, "model") else stage for stage in graph.stages]
     stages[1] = Reward(height)
     return replace(graph, stages=tuple(stages))
@@ -222,6 +224,19 @@ def test_the_export_is_a_folder_of_peft_and_merged_it_computes_what_was_trained(
         far = [float((trained(ids).logits - other(ids).logits).abs().max())
                for other in (merged, engine.network(policy.frozen(), "frozen"))]  # fmt: skip
     assert far[0] < 1e-5 < 1e-3 < far[1]
+
+
+def test_the_export_of_nemotron_h_has_the_names_of_its_folder(tmp_path: Path) -> None:
+    """Which transformers' modules have not. All targets are added to the weights that they belong to."""
+    execute(tmp_path / "run", lora_graph(steps=1, config=NEMOTRON, lora=LoRA(rank=2)))
+    assert command(tmp_path, "run", "--model", "adapter", program="export")[::2] == (0, "")
+    tensors = load_file(tmp_path / "adapter/adapter_model.safetensors")
+    base = json.loads((tmp_path / "adapter/adapter_config.json").read_text())["base_model_name_or_path"]
+    assert command(tmp_path, "run", "--model", "merged", "--merge", base, program="export")[::2] == (0, "")
+    one, two = (load_file(Path(folder) / "model.safetensors") for folder in (base, tmp_path / "merged"))
+    layers = {name.removeprefix("base_model.model.").rsplit(".", 2)[0] for name in tensors}
+    assert {name.removesuffix(".weight") for name in one if not torch.equal(one[name], two[name])} == layers
+    assert len(layers) == 2 + 2 + 4 + 2 and all(name.startswith("backbone.layers.") for name in layers)
 
 
 @pytest.mark.parametrize(
@@ -280,6 +295,31 @@ def test_a_group_that_cannot_have_adapters_is_refused(group: WorkerGroup, what: 
     assert what in " ".join(problem.what for problem in backend_problems(group, stage, "sample"))
     refit = Refit(BASE, source=group, target=group)
     assert what not in " ".join(problem.what for problem in backend_problems(group, refit, "sample"))
+
+
+MAMBA = {"model_type": "nemotron_h", "layers_block_type": ["mamba", "moe", "attention"], "n_groups": 1}
+AROUND = LoRA(targets=("q_proj", "fc2_latent_proj"))
+
+
+@pytest.mark.parametrize(
+    ("lora", "config", "given", "what", "why"),
+    [
+        (LoRA(), MOE, {}, "has the backend 'vllm' and no GPUs", "no mixture of experts"),
+        (LoRA(), MOE, {"gpus": 1}, "", ""),
+        (AROUND, MAMBA, {"gpus": 1}, "which does not adapt 'fc2_latent_proj'", "its experts hold this projection"),
+        (LoRA(), MAMBA, {"gpus": 1}, "", ""),
+        (LoRA(), MAMBA, {"gpus": 2, "tensor_parallel": 2}, "tensor_parallel=2, and an adapter of 'in_proj'", "copies"),
+        (LoRA(), MAMBA | {"n_groups": 8}, {"gpus": 2, "tensor_parallel": 2}, "", ""),
+        (LoRA(targets=("q_proj",)), MAMBA, {"gpus": 2, "tensor_parallel": 2}, "", ""),
+    ],
+)
+def test_an_adapter_that_vllm_would_compute_otherwise_is_refused(
+    lora: LoRA, config: Any, given: Any, what: str, why: str
+) -> None:
+    group = WorkerGroup("g", backend="vllm", workers=given.get("gpus", 1), **given)
+    found = list(group_problems(Model("tiny", config=config, alphabet="01", lora=lora), group))
+    assert [problem for problem in found if not problem.what.endswith(what) or why not in problem.why] == []
+    assert len(found) == bool(what)
 
 
 def test_a_target_that_is_found_missing_when_the_model_is_loaded_names_what_there_is(pristine: Any) -> None:

@@ -1,4 +1,4 @@
-"""Families with routed experts on the torch backend: scores, packed rows, updates, and what keeps its precision."""
+"""Families of models on the torch backend: scores, packed rows, updates, and what keeps its precision."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from pipeline import Model, StageError
 from pipeline.declare.columns import Ragged
 from pipeline.declare.sharding import Packed, Plain, Sharding
 from stages import ClippedLoss, LoRA
-from stages.backends import Batch, Optimization, one_shard
+from stages.backends import Batch, Draws, Optimization, Sampling, one_shard
 from stages.backends.model.adapters import attach
 from stages.backends.model.build import load_network, load_tokenizer
 from stages.backends.model.places import placed
 from stages.backends.model.weights import weights
+from stages.backends.torch.engine import TorchEngine
 from stages.backends.torch.optimize import TorchLearner
 from stages.backends.torch.score import score
 from tests.unit.test_folder import DEEPSEEK, GLM
@@ -33,8 +34,24 @@ NEMOTRON = {
     "model_type": "nemotron_h", "layers_block_type": ["mamba", "mlp", "attention", "mamba"], "hidden_size": 16,
     "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "intermediate_size": 24, "ssm_state_size": 4,
     "mamba_num_heads": 4, "mamba_head_dim": 4, "n_groups": 2, "conv_kernel": 4, "chunk_size": 8,
+    "initializer_range": 0.3,
+    "time_step_min": 1e-9,  # transformers has no shorter time steps where it scores, and has them where it samples
 }  # fmt: skip
-FAMILIES = {"glm4_moe": GLM, "deepseek_v3": DEEPSEEK, "gpt_oss": GPT_OSS, "nemotron_h": NEMOTRON}
+EXPERTS = NEMOTRON | {
+    "layers_block_type": ["mamba", "moe", "attention"], "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1,
+    "moe_intermediate_size": 12, "moe_shared_expert_intermediate_size": 12, "n_shared_experts": 1, "topk_group": 1,
+    "moe_latent_size": 8,
+}  # fmt: skip
+FAMILIES = {
+    "llama": QWEN3 | {"model_type": "llama"},
+    "qwen2": QWEN3 | {"model_type": "qwen2"},
+    "glm4_moe": GLM,
+    "deepseek_v3": DEEPSEEK,
+    "gpt_oss": GPT_OSS,
+    "nemotron_h": NEMOTRON,
+    "nemotron_h, experts": {name: size for name, size in EXPERTS.items() if name != "moe_latent_size"},
+    "nemotron_h, latent": EXPERTS,
+}
 PROMPTS = Ragged(torch.arange(2, 12), (2, 5, 3))
 RESPONSES = Ragged(torch.arange(9, 0, -1) % 7 + 2, (4, 1, 4))
 
@@ -71,7 +88,21 @@ def test_an_update_changes_all_weights_and_no_constant(family: str) -> None:
     learner.update(batch, ClippedLoss(), temperature=1.0, update=update, packed=True)
     same = [name for name, tensor in weights(made).items() if torch.equal(tensor, before[name])]
     assert same == [name for name in before if name.endswith("e_score_correction_bias")]
-    assert len(same) == (family in ("glm4_moe", "deepseek_v3"))
+    assert any(same) == (family in ("glm4_moe", "deepseek_v3", "nemotron_h, experts", "nemotron_h, latent"))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_samples_have_the_logprobs_of_scores(family: str) -> None:
+    """Prompts have several lengths, so that those of a batch are padded."""
+    engine, model = (
+        TorchEngine(torch.device("cpu"), torch.float32),
+        Model(family, config=FAMILIES[family], alphabet="0123456789"),
+    )
+    prompts = engine.encode(model, ["1", "0123456", "98765"] * 2)
+    made = engine.generate(model, prompts, Sampling(7), Draws(0, (0,) * 6, tuple(range(6))))
+    shard = one_shard(prompts, made.response_ids, Sharding.of(Plain(2)))
+    scored = engine.score(model, prompts, made.response_ids, shard, temperature=1.0)
+    torch.testing.assert_close(scored.values, made.logprobs.values, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3"])
@@ -90,6 +121,8 @@ ADAPTED = {
     "glm4_moe": ATTENTION | MLP,
     "deepseek_v3": {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"} | MLP,
     "gpt_oss": ATTENTION,
+    "nemotron_h": ATTENTION | {"in_proj", "out_proj", "up_proj", "down_proj"},
+    "nemotron_h, latent": ATTENTION | {"in_proj", "out_proj", "up_proj", "down_proj"},
 }
 
 
@@ -100,7 +133,7 @@ def test_an_adapter_has_all_linear_layers_but_experts_and_those_that_vllm_transf
     adapted = list(weights(made))
     assert {name.split(".")[-3] for name in adapted} == ADAPTED[family]
     assert not [name for name in adapted if ".experts." in name]
-    assert any(".shared_experts." in name for name in adapted) == (family != "gpt_oss")
+    assert any(".shared_experts." in name for name in adapted) == (family not in ("gpt_oss", "nemotron_h"))
 
 
 @pytest.mark.parametrize(
@@ -109,8 +142,32 @@ def test_an_adapter_has_all_linear_layers_but_experts_and_those_that_vllm_transf
         ("gpt_oss", "down_proj", "experts are computed together"),
         ("deepseek_v3", "kv_b_proj", "vLLM multiplies it"),
         ("deepseek_v3", "q_proj", "no layer of the model has that name"),
+        ("nemotron_h", "conv1d", "a convolution is no linear layer"),
+        ("nemotron_h", "fc1_latent_proj", "no layer of the model has that name"),
     ],
 )
 def test_a_target_that_cannot_have_an_adapter_is_refused_with_the_reason(family: str, target: str, why: str) -> None:
     with pytest.raises(StageError, match=why):
         attach(network(family), LoRA(targets=(target,)), seed=0, where="here")
+
+
+def test_an_adapter_of_nemotron_h_is_that_of_merged_weights() -> None:
+    """Logits with adapters are those of the model whose weights are W + (alpha / rank) B A, of each layer that can have
+    one: attention, Mamba, feed-forward, shared experts, and the projections around experts."""
+    named = LoRA(rank=2, alpha=3, targets=(*LoRA().names("nemotron_h"), "fc1_latent_proj", "fc2_latent_proj"))
+    for family, lora in (("nemotron_h", LoRA(rank=2, alpha=3)), ("nemotron_h, latent", named)):
+        merged, adapted = network(family), network(family)
+        attach(adapted, lora, seed=0, where="here")
+        random, changed = torch.Generator().manual_seed(0), 0
+        for name, layer in adapted.named_modules():
+            if hasattr(layer, "lora_B"):
+                layer.lora_B.weight.data.copy_(torch.randn(layer.lora_B.weight.shape, generator=random))
+                added = lora.scaling * layer.lora_B.weight.detach() @ layer.lora_A.weight.detach()
+                merged.get_submodule(name).weight.data.add_(added)
+                changed += 1
+        ids = torch.arange(2, 12)[None]
+        with torch.no_grad():
+            made, wanted, before = (each(ids).logits for each in (adapted, merged, network(family)))
+        assert changed == (2 + 2 + 4 + 2 if family == "nemotron_h" else 2 + 2 + 2 + 4)
+        torch.testing.assert_close(made, wanted, atol=1e-5, rtol=1e-5)
+        assert float((made - before).abs().max()) > 1e-2

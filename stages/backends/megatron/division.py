@@ -76,7 +76,7 @@ def _attention(mixer: Mixer, context: int, where: str) -> Iterator[Problem]:
         yield Problem(
             where=where,
             what=f"context_parallel={context}, and the model has Mamba layers",
-            why="their state passes from each position of a sample to the next",
+            why="the state of a Mamba layer passes from each position of a sample to the next",
             fix="context_parallel=1, or tensor_parallel, which divides their heads",
         )
         return

@@ -24,6 +24,7 @@ from torch import nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
+from stages.backends.model.names import in_folder
 from stages.lora import A, B, LoRA
 
 PEFT = "base_model.model."
@@ -65,13 +66,14 @@ def attach(network: PreTrainedModel, lora: LoRA, *, seed: int, where: str) -> No
             with torch.no_grad():
                 adapted.lora_B.weight.zero_()
                 if not layer.weight.is_meta:
-                    adapted.lora_A.weight.copy_(first_a(f"{name}.{A}", adapted.lora_A.weight.shape, seed))
+                    first = first_a(in_folder(network, f"{name}.{A}"), adapted.lora_A.weight.shape, seed)
+                    adapted.lora_A.weight.copy_(first)
             setattr(network.get_submodule(parent), end, adapted)
 
 
 def first_a(name: str, shape: Iterable[int], seed: int) -> torch.Tensor:
     """The first value of a matrix A: uniform between -1 and 1 over the root of its inputs, as PEFT draws it. It depends
-    on the seed and the tensor's name only, so each rank draws the whole and keeps its part."""
+    on the seed and the tensor's name in a folder only, so each rank draws the whole and keeps its part."""
     rows, columns = shape
     digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
     random = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))

@@ -20,11 +20,11 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from ops.refit.layout import Box, Place, Tensor, dense
 from pipeline.declare.saved_model import Piece, Pieces
+from stages.backends.model.names import in_folder
 from stages.backends.model.precision import kept_dtype
 from stages.backends.model.weights import state
 
 Placed: TypeAlias = tuple[dict[str, Tensor], list[Place], dict[str, torch.Tensor]]
-PREFIXES = {"nemotron_h": ("model.", "backbone.")}  # of the state and of the folder, where they differ
 GATE_UP, UP, DOWN = ".experts.gate_up_proj", ".experts.up_proj", ".experts.down_proj"
 
 
@@ -48,12 +48,6 @@ def placed(network: nn.Module, dtype: torch.dtype | None = None) -> Placed:
             if held[name].numel():
                 places.append(place)
     return tensors, places, held
-
-
-def in_folder(network: nn.Module, name: str) -> str:
-    """The name in the model's folder of a tensor of the network's state."""
-    mine, theirs = PREFIXES.get(getattr(getattr(network, "config", None), "model_type", ""), ("", ""))
-    return theirs + name.removeprefix(mine) if mine and name.startswith(mine) else name
 
 
 def _own(tensor: torch.Tensor) -> Box:

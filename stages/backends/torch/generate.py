@@ -98,7 +98,7 @@ def decode(
             return
         if samples.open * 2 <= len(rows_B):  # finished rows cost as much as open ones; compacting the cache costs once
             keep = (~samples.closed_N[rows_B]).nonzero()[:, 0]
-            cache.batch_select_indices(keep)
+            _select(cache, keep)
             rows_B, chosen_B, next_B = rows_B[keep], chosen_B[keep], next_B[keep]
             mask_BS = None if mask_BS is None else mask_BS[keep]
         if mask_BS is not None:
@@ -206,9 +206,14 @@ def _prefill(
         next_B = sight.ends
         with sight.shown(network) as arguments:
             logits_BPV = network(position_ids=sight.positions_4NS[1:], logits_to_keep=1, **given, **arguments).logits
-    cache.batch_select_indices(of_sample)
+    _select(cache, of_sample)
     mask = None if mask_BP is None else mask_BP[of_sample]
     return cache, logits_BPV[:, -1][of_sample], mask, next_B[of_sample]
+
+
+def _select(cache: DynamicCache, rows_B: torch.Tensor) -> None:
+    """Keep these rows of a cache, in this order; `batch_select_indices` would not select recurrent states."""
+    cache.reorder_cache(rows_B)  # type: ignore[arg-type]
 
 
 def _sight(

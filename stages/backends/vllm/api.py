@@ -55,7 +55,7 @@ from stages.backends.vllm.environment import LARGE_BYTES, RUNNING, SECOND_RUNNER
 from stages.backends.vllm.limits import FREE_MEMORY
 from stages.backends.vllm.processes import forks
 from stages.backends.vllm.weights import RankAnswer
-from stages.lora import LoRA
+from stages.lora import LoRA, not_in_vllm
 
 __all__ = [
     "MULTIMODAL_REGISTRY",
@@ -159,6 +159,8 @@ def open_llm(
         settings |= _speculation(speculate, draft, tensor_parallel)
         _end_at_stop_texts()
     if lora is not None:
+        for has, why, _ in not_in_vllm(lora, families.config_of(folder), gpus=gpus, tensor_parallel=tensor_parallel):
+            raise ValueError(f"an engine with adapters has {has}: {why}")
         settings |= _adapters(lora, slots, families.family_of(folder))
     if routes:
         settings["enable_return_routed_experts"] = True
@@ -195,7 +197,7 @@ def open_llm(
     ).create_engine_config(UsageContext.LLM_CLASS)
     if not gpus:
         _check_head(config.model_config.get_head_size())
-        if lora is not None and config.model_config.get_num_experts():
+        if lora is not None and config.model_config.get_num_experts() and families.may_have_experts(folder):
             raise ValueError("the CPU build computes no mixture of experts in an engine with adapters")
         if drafts := config.speculative_config:
             _check_head(drafts.draft_model_config.get_head_size())

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ops.flops import block_kinds
 from stages.backends.model.experts import single
 from stages.images import FAMILIES
 
@@ -52,14 +53,26 @@ def loadable(name: str, tensor: Any) -> Iterator[tuple[str, Any]]:
         yield f"{layer}experts.{expert}.{_STREAMED[kind]}", tensor[expert]
 
 
+def config_of(folder: Path) -> dict[str, Any]:
+    """Return the config of the model in a folder."""
+    return dict(json.loads((folder / "config.json").read_text()))
+
+
 def family_of(folder: Path) -> str:
     """Return the `model_type` of the model in a folder."""
-    return str(json.loads((folder / "config.json").read_text()).get("model_type"))
+    return str(config_of(folder).get("model_type"))
+
+
+def may_have_experts(folder: Path) -> bool:
+    """Return whether a layer of the model in a folder can have experts. The config of a NemotronH without them counts
+    some all the same."""
+    config = config_of(folder)
+    return config.get("model_type") != "nemotron_h" or "moe" in block_kinds(config)
 
 
 def architecture_of(folder: Path) -> str:
     """Return the name of the class of the model in a folder."""
-    return str(next(iter(json.loads((folder / "config.json").read_text()).get("architectures") or [""])))
+    return str(next(iter(config_of(folder).get("architectures") or [""])))
 
 
 SEEING = {  # of models that see images

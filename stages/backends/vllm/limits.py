@@ -172,18 +172,19 @@ def _hybrid(group: WorkerGroup, config: Mapping[str, Any], where: str) -> Iterat
         )
     if group.gpus:
         return
-    if "mamba" in kinds and isinstance(groups, int) and groups > 1:
+    if "mamba" in kinds and isinstance(groups, int) and groups > tensor:
         yield Problem(
             where=where,
-            what=f"the model has n_groups={groups} of Mamba heads, and worker group {group.name!r} has no GPUs",
-            why="the CPU build of vLLM 0.32 computes wrong values for more than one group",
-            fix="gpus=..., or backend='torch'",
+            what=f"the model has n_groups={groups} of Mamba heads, and worker group {group.name!r} has no GPUs and "
+            f"tensor_parallel={tensor}",
+            why="the CPU build of vLLM 0.32 computes wrong values where a rank has more than one group",
+            fix=f"gpus=..., tensor_parallel={groups}, or backend='torch'",
         )
     if "moe" in kinds:
         yield Problem(
             where=where,
             what=f"the model has experts without gates, and worker group {group.name!r} has no GPUs",
-            why="the CPU build of vLLM 0.32 has no kernel for them",
+            why="the CPU build of vLLM 0.32 has no kernel for experts without gates",
             fix="gpus=..., or backend='torch'",
         )
 
