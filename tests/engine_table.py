@@ -228,11 +228,17 @@ SHOWN: Mapping[Device, Mapping[str, Mapping[str, tuple[str, ...]]]] = {  # by co
         "megatron 1 rank": {
             "benchmarks/results/gpu.update.json::0.6B": ("qwen3",),
             "benchmarks/results/gpu.mixture.json::30B-A3B": ("qwen3_moe",),
+            "benchmarks/results/gpu.step.glm-4.5-air-2-layers.json::glm-4.5-air": ("glm4_moe",),
+            "benchmarks/results/gpu.step.nemotron-3-nano-4-layers.json::nemotron-3-nano": ("nemotron_h, experts",),
         },
         "megatron TP": {"benchmarks/results/gpu.refit_matrix.json::TP2 -> TP2": ("qwen3",)},
         "megatron PP": {"benchmarks/results/gpu.refit_matrix.json::PP2 -> TP2": ("qwen3",)},
         "megatron EP": {"benchmarks/results/gpu.refit_matrix.json::EP2 -> TP2": ("qwen3_moe",)},
-        "vllm 1 rank": {"benchmarks/results/gpu.step.json::1 GPUs sample": ("qwen3",)},
+        "vllm 1 rank": {
+            "benchmarks/results/gpu.step.json::1 GPUs sample": ("qwen3",),
+            "benchmarks/results/gpu.step.glm-4.5-air-2-layers.json::glm-4.5-air": ("glm4_moe",),
+            "benchmarks/results/gpu.step.nemotron-3-nano-4-layers.json::nemotron-3-nano": ("nemotron_h, experts",),
+        },
         "vllm TP": {
             "benchmarks/results/gpu.refit_matrix.json::TP2 -> TP2": ("qwen3",),
             "benchmarks/results/gpu.refit_matrix.json::EP2 -> TP2": ("qwen3_moe",),
