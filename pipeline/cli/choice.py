@@ -74,7 +74,7 @@ def choose(
 ) -> Chosen:
     """Return the fastest choice of a graph file, of those with the parameters that are `given`; without times, the
     first one that fits. Raises GraphError if choices() is wrong, or, if none can be, with what is too large in the
-    first choice of which that is all that is wrong, else with what is wrong with the first one."""
+    first choice of which that is all that is wrong, else with what is wrong with the one that has the least wrong."""
     tried: list[Tried] = []
     seen: set[str] = set()
     errors: list[SluiceError] = []
@@ -95,7 +95,8 @@ def choose(
         if not one.why and (best is None or one.step_s * (1 + GAIN) < best.step_s):
             best = one
     if best is None:
-        raise next((error for error in errors if isinstance(error, TooLargeError)), errors[0])
+        too_large = (error for error in errors if isinstance(error, TooLargeError))
+        raise next(too_large, min(errors, key=lambda error: len(error.problems)))
     return Chosen(values={**values, **best.values}, tried=tuple(tried), best=best)
 
 

@@ -148,6 +148,14 @@ def test_if_no_choice_can_be_the_first_one_says_why(folder):
         chosen(own(folder, "yield {'trainers': 4}\n    yield {'trainers': 5}"))
 
 
+def test_if_no_choice_can_be_the_one_with_the_least_wrong_says_why(folder):
+    """The first choice of a graph that runs ahead takes turns, which is wrong too."""
+    with pytest.raises(GraphError) as raised:
+        grpo("h200:2", model="0.6B", max_staleness=1, data="missing.jsonl")
+    (problem,) = raised.value.problems
+    assert "missing.jsonl" in problem.what
+
+
 def test_if_every_choice_is_too_large_it_says_so(folder):
     with pytest.raises(GraphError, match="'learner' needs"):
         grpo("h100:1", model="4B", max_tokens=16000)  # the first choice has rows that are too short for a sample
