@@ -26,7 +26,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +38,7 @@ from pipeline import Graph, Model, Schedule, WorkerGroup
 from pipeline.declare.group import CACHES, WEIGHTS
 from pipeline.declare.sharding import Packed
 from pipeline.engine.driver import Driver
+from pipeline.errors import SluiceError
 from pipeline.plan.planner import plan
 from pipeline.record import trace
 from pipeline.record.history import covered_s
@@ -58,6 +58,7 @@ from stages import (
 from stages.tasks import Generated
 from stages.train import PREVS
 
+LOG_LINES = 80  # of each worker, if a run fails
 ENGINES = ("rollout", "prev_logprobs", "ref_logprobs", "train")
 
 
@@ -223,8 +224,16 @@ def run(
         if step + 1 == options.steps:
             raise EnoughError
 
-    with suppress(EnoughError):
+    try:
         Driver(graph, planned, RayExecutor(), run_dir=run_dir, on_step=note).execute()
+    except EnoughError:
+        return
+    except SluiceError:  # the folder goes with this process
+        for log in sorted((folder / "logs").glob("*.log")):
+            print(
+                f"-- {log.name}", *log.read_text(errors="replace").splitlines()[-LOG_LINES:], sep="\n", file=sys.stderr
+            )
+        raise
 
 
 class EnoughError(Exception):
