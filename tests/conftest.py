@@ -40,11 +40,13 @@ pytest_plugins = [
 ]
 
 STORAGE_UNITS = 2  # of the TransferQueue that tests share
-STARTS_RAY = re.compile(r"ray_session|RayExecutor|pipeline\.run\b|two_nodes|\bhosts\(")
+SHARES_RAY = re.compile(r"ray_session|RayExecutor")
+STARTS_RAY = re.compile(rf"{SHARES_RAY.pattern}|pipeline\.run\b|two_nodes")
 
 
 def starts_ray(test: str) -> bool:
-    """Return whether the test with this id needs a cluster."""
+    """Return whether the test with this id needs the cluster that tests share, or stands among tests that do. Modules
+    that only run commands, each with a Ray of its own, go to whichever process is free."""
     module, _, name = test.partition("::")
     folder = Path(module).parent.name
     if folder == "contract":  # its conftest starts Ray
@@ -56,6 +58,8 @@ def starts_ray(test: str) -> bool:
 def starting_ray(module: str) -> set[str]:
     """Return names in a module that start Ray: functions, fixtures, commands, and all that uses them indirectly."""
     text = Path(REPOSITORY, module).read_text()
+    if not SHARES_RAY.search(text):
+        return set()
     source: dict[str, str] = {}
     for node in ast.parse(text).body:
         match node:
