@@ -50,12 +50,12 @@ STEPS = {  # kept results of whole steps: the GPU, whether Transformer Engine wa
     "gpu.step.4B": ("h200", "plain"),
     "gpu.step": ("h100", "plain"),
 }
-UPDATES: dict[str, tuple[str, int | None]] = {  # kept results of updates: the model, the samples (or by row)
-    "gpu.update.h200": ("0.6B", 128),
-    "gpu.update.rows.h200": ("0.6B", 128),
-    "gpu.update.recompute.h200": ("0.6B", 128),
-    "gpu.update.long.h200": ("0.6B", None),
-    "gpu.mixture": ("30B-A3B-2-layers", 32),
+UPDATES: dict[str, tuple[str, dict[str, int]]] = {  # kept results of updates: the model, and what no row says
+    "gpu.update.h200": ("0.6B", {"samples": 128, "tokens": 1024, "tokens/row": 16384}),
+    "gpu.update.rows.h200": ("0.6B", {"samples": 128, "tokens": 1024, "tokens/row": 32960}),
+    "gpu.update.recompute.h200": ("0.6B", {"samples": 128, "tokens": 1024, "tokens/row": 32960}),
+    "gpu.update.long.h200": ("0.6B", {}),  # each sample fills a row
+    "gpu.mixture": ("30B-A3B-2-layers", {"samples": 32, "tokens": 1024}),
 }
 FITTED = {  # figures that a table, or the memory of a backend, was fitted to
     "gpu.step": ("rollout s",),
@@ -112,12 +112,12 @@ def memory() -> Iterator[dict[str, Any]]:
                 one = made.memory[group]
                 figure, seen = f"{group} in use GiB", kept[f"{group} awake GiB"]
                 yield _row(name, figure, one.before_bytes / 2**30, seen, figure in FITTED.get(name, ()))
-    for name, (model, samples) in UPDATES.items():
+    for name, (model, same) in UPDATES.items():
         for kept in rows(name):
             yield _row(
                 f"{name}, {_named(kept)}",
                 "peak GiB",
-                peak_gib(name, model, samples or kept["samples"], kept),
+                peak_gib(model, same | kept),
                 kept["peak GiB"],
                 "kernels" in kept or kept.get("experts") == "grouped" or kept.get("recomputed") == "none",
             )
@@ -130,16 +130,16 @@ def _named(kept: dict[str, Any]) -> str:
     return f"recomputed {kept['recomputed']}" + (f", rows of {kept['tokens/row']}" if "tokens/row" in kept else "")
 
 
-def peak_gib(name: str, model: str, samples: int, kept: dict[str, Any]) -> float:
-    """What torch allocates at most in an update, foretold."""
+def peak_gib(model: str, kept: dict[str, Any]) -> float:
+    """What torch allocates at most in an update, foretold. Without `tokens`, each sample fills a row."""
     group = WorkerGroup("learner", backend="megatron", gpus=1)
-    budget = kept.get("tokens/row") or (32960 if "rows" in name or "recompute" in name else 16384)
-    tokens = budget - PROMPT if "recomputed" in kept and "tokens/row" in kept else 1024
+    budget = kept["tokens/row"]
     policy = Model(model, config=(SHAPES | MIXTURES)[model])
     again = RECOMPUTED[kept.get("recomputed", "none")]
     cut: Any = {"on": group, "microbatch": Packed(budget), "checkpoint_activations": again}
     stage = Train(policy, loss=ClippedLoss(), lr=1e-6, **cut)
-    asked = load(group, samples, tokens, kernels="plain" if kept.get("kernels") == "none" else "fused")
+    tokens = kept.get("tokens", budget - PROMPT)
+    asked = load(group, kept["samples"], tokens, kernels="plain" if kept.get("kernels") == "none" else "fused")
     outside = ("CUDA", "cached by the allocator")
     return sum(part.size_bytes for part in stage.memory(asked) or () if part.name not in outside) / 2**30
 

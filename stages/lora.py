@@ -20,6 +20,7 @@ from stages.model_shape import DENSE, MIXTURES, known_config
 
 ALL = "all"
 A, B = "lora_A.weight", "lora_B.weight"  # how the names of an adapter's two tensors end
+NO_MIXTURES = "the CPU build computes no mixture of experts in an engine with adapters"  # of vLLM
 LARGEST_RANK = 512  # that vLLM computes
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _MLP = ("gate_proj", "up_proj", "down_proj")
@@ -166,8 +167,7 @@ def not_in_vllm(
     family, groups = str(config.get("model_type") or ""), config.get("n_groups")
     targets = lora.names(family)
     if not gpus and family in (*MIXTURES, "gpt_oss"):
-        why = "the CPU build computes no mixture of experts in an engine with adapters"
-        yield "the backend 'vllm' and no GPUs", why, "gpus=..., or backend='torch'"
+        yield "the backend 'vllm' and no GPUs", NO_MIXTURES, "gpus=..., or backend='torch'"
     if around := [name for name in targets if name in _NAMED.get(family, ())]:
         why = "its experts hold this projection, and compute it without an adapter"
         yield f"the backend 'vllm', which does not adapt {around[0]!r}", why, "leave that target out"

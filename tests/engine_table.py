@@ -156,6 +156,10 @@ _UNITS = "tests/unit/test_torch_families.py::"
 _ONE_RANK = "tests/engines/test_megatron.py::test_one_rank_trains_"
 _REFITS = "tests/engines/test_vllm_refit.py::"
 _IMAGES = "tests/engines/test_vllm_images.py::test_samples_have_the_logprobs_of_the_trainer_before_and_after_refits"
+FEW_LAYERS = {  # whole steps of models of few layers, trained by Megatron-core and sampled by vLLM
+    "benchmarks/results/gpu.step.glm-4.5-air-2-layers.json::glm-4.5-air": ("glm4_moe",),
+    "benchmarks/results/gpu.step.nemotron-3-nano-4-layers.json::nemotron-3-nano": ("nemotron_h, experts",),
+}
 SHOWN: Mapping[Device, Mapping[str, Mapping[str, tuple[str, ...]]]] = {  # by column: tests or results, and families
     "CPU": {
         "torch 1 rank": {
@@ -228,16 +232,14 @@ SHOWN: Mapping[Device, Mapping[str, Mapping[str, tuple[str, ...]]]] = {  # by co
         "megatron 1 rank": {
             "benchmarks/results/gpu.update.json::0.6B": ("qwen3",),
             "benchmarks/results/gpu.mixture.json::30B-A3B": ("qwen3_moe",),
-            "benchmarks/results/gpu.step.glm-4.5-air-2-layers.json::glm-4.5-air": ("glm4_moe",),
-            "benchmarks/results/gpu.step.nemotron-3-nano-4-layers.json::nemotron-3-nano": ("nemotron_h, experts",),
+            **FEW_LAYERS,
         },
         "megatron TP": {"benchmarks/results/gpu.refit_matrix.json::TP2 -> TP2": ("qwen3",)},
         "megatron PP": {"benchmarks/results/gpu.refit_matrix.json::PP2 -> TP2": ("qwen3",)},
         "megatron EP": {"benchmarks/results/gpu.refit_matrix.json::EP2 -> TP2": ("qwen3_moe",)},
         "vllm 1 rank": {
             "benchmarks/results/gpu.step.json::1 GPUs sample": ("qwen3",),
-            "benchmarks/results/gpu.step.glm-4.5-air-2-layers.json::glm-4.5-air": ("glm4_moe",),
-            "benchmarks/results/gpu.step.nemotron-3-nano-4-layers.json::nemotron-3-nano": ("nemotron_h, experts",),
+            **FEW_LAYERS,
         },
         "vllm TP": {
             "benchmarks/results/gpu.refit_matrix.json::TP2 -> TP2": ("qwen3",),

@@ -154,23 +154,22 @@ def _costs(plan: Plan, tasks: Tasks) -> Costs:
 def _again_s(plan: Plan, tasks: Tasks) -> float:
     """Return the seconds per token in which a sampler's replica on GPUs computes its running samples again, after
     weights that came in mid-sequence: those of the quickest stage that scores, or else a third of those of an update,
-    whose backward pass takes twice as long as its forward pass. 0 if the record was made with such
-    weights, since the time is then part of its rollout."""
+    whose backward pass takes twice as long as its forward pass. 0 if the record was made with such weights, since the
+    time is then part of its rollout."""
     groups = {group.name: group for group in plan.groups}
     samplers = [groups[stage.groups[0]] for stage in plan.stages if stage.shape == "stream" and stage.stamps]
     if plan.refit == "in_flight" or not samplers or not samplers[0].gpus:
         return 0.0
     each_s: dict[bool, list[float]] = {True: [], False: []}
     for stage in plan.stages:
-        if stage.shape != "map" or not (stage.uses or stage.updates) or not groups[stage.groups[0]].gpus:
+        group = groups[stage.groups[0]]
+        if stage.shape != "map" or not (stage.uses or stage.updates) or not group.gpus:
             continue
         ran = tasks.of(stage.name)
-        tokens = sum(tasks.tokens.get(group, 0) for task in ran for group in task.groups) * plan.group_size
-        spans = [span for task in ran for span in tasks.ran[task.task]]
-        used_s = sum(span.end_s - span.start_s for span in spans) * groups[stage.groups[0]].gpus
+        tokens = sum(tasks.tokens.get(number, 0) for task in ran for number in task.groups) * plan.group_size
+        took_s = sum(span.end_s - span.start_s for task in ran for span in tasks.ran[task.task]) / group.workers
         if tokens:
-            workers = groups[stage.groups[0]].workers
-            each_s[bool(stage.updates)].append(used_s / workers / tokens / (3.0 if stage.updates else 1.0))
+            each_s[bool(stage.updates)].append(took_s * group.gpus / tokens / (3.0 if stage.updates else 1.0))
     return min(each_s[False] or each_s[True], default=0.0) * samplers[0].replicas / samplers[0].gpus
 
 

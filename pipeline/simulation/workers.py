@@ -238,7 +238,7 @@ class VirtualWorkers:
         times = self._durations.stages[task.stage]
         work = times.stream(task, group_size=self._plan.group_size, seed=self._seed)
         lane, factor = attempt.lanes[0][2], attempt.factor
-        marks = [(part.work_s * factor, (self._computed, (attempt, part, work.tokens))) for part in work.parts]
+        marks = [(part.work_s * factor, (self._computed, (attempt, part))) for part in work.parts]
         attempt.work_s, attempt.cores, attempt.stream = marks[-1][0], work.cores, work
         if attempt.work_s and work.cores:
             self._streams.setdefault(lane, []).append(attempt)
@@ -247,14 +247,14 @@ class VirtualWorkers:
         for work_s, (call, arguments) in marks:
             self.clock.after(work_s, call, *arguments)
 
-    def _computed(self, attempt: Attempt, part: StreamPart, tokens: Sequence[int]) -> None:
+    def _computed(self, attempt: Attempt, part: StreamPart) -> None:
         """Deliver computed groups after their wait."""
         if part.wait_s:
-            self.clock.after(part.wait_s * attempt.factor, self._streamed, attempt, part, tokens)
+            self.clock.after(part.wait_s * attempt.factor, self._streamed, attempt, part)
         else:
-            self._streamed(attempt, part, tokens)
+            self._streamed(attempt, part)
 
-    def _streamed(self, attempt: Attempt, part: StreamPart, tokens: Sequence[int]) -> None:
+    def _streamed(self, attempt: Attempt, part: StreamPart) -> None:
         """Put and report groups."""
         task, fault, left = attempt.task, attempt.fault, attempt.left
         positions = [i for i in part.positions if task.groups[i] in left]
@@ -271,7 +271,8 @@ class VirtualWorkers:
             del left[group]
         written: list[Written] = []
         if self._fields[task.stage][1]:
-            stage, lengths = attempt.stage, tuple(tokens[i] for i in positions)
+            assert attempt.stream is not None
+            stage, lengths = attempt.stage, tuple(attempt.stream.tokens[i] for i in positions)
             newest = self._version_on(stage.groups[0], task)
             written.append(self._put(task, stage, groups, (attempt.stamped, newest), lengths))
         self._send(attempt, groups, written if left else [*written, *self._ran(attempt)])

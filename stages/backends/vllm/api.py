@@ -55,7 +55,7 @@ from stages.backends.vllm.environment import LARGE_BYTES, RUNNING, SECOND_RUNNER
 from stages.backends.vllm.limits import FREE_MEMORY
 from stages.backends.vllm.processes import forks
 from stages.backends.vllm.weights import RankAnswer
-from stages.lora import LoRA, not_in_vllm
+from stages.lora import NO_MIXTURES, LoRA, not_in_vllm
 
 __all__ = [
     "MULTIMODAL_REGISTRY",
@@ -198,7 +198,7 @@ def open_llm(
     if not gpus:
         _check_head(config.model_config.get_head_size())
         if lora is not None and config.model_config.get_num_experts() and families.may_have_experts(folder):
-            raise ValueError("the CPU build computes no mixture of experts in an engine with adapters")
+            raise ValueError(NO_MIXTURES)
         if drafts := config.speculative_config:
             _check_head(drafts.draft_model_config.get_head_size())
     engine_utils.get_mp_context = forks

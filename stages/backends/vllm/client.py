@@ -27,7 +27,6 @@ from stages.backends.model.cache_bounds import Bounds, largest
 from stages.backends.refit.target import NotAsOfferedError, acknowledged, slowest
 from stages.backends.vllm import api as versions
 from stages.backends.vllm import cache_scales, families, vision
-from stages.backends.vllm.cache_scales import ADAPTED
 from stages.backends.vllm.requests import Request
 from stages.backends.vllm.weights import VersionShares
 from stages.lora import LoRA
@@ -258,7 +257,9 @@ class Client:
                 if backend := await self._answer(llm, versions.not_in_place(llm)):
                     raise StageError(self._keeps_scales(backend))
                 bounds = await self._answer(llm, versions.folder_bounds(llm))
-                await self._scale(llm, cache_scales.scales_of(bounds, 1.0 if setup.lora is None else ADAPTED))
+                await self._scale(
+                    llm, cache_scales.scales_of(bounds, 1.0 if setup.lora is None else cache_scales.ADAPTED)
+                )
             elsewhere = await self._answer(llm, versions.differing(llm)) if setup.lora is None else []
             place = {"replica": setup.replica, "replicas": setup.replicas, "by_loader": elsewhere}
             await self._answer(llm, versions.join_transfer(llm, place))

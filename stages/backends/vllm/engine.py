@@ -96,9 +96,10 @@ class VllmEngine(Tokenizers):
         if self._started is None:
             group, folder = self.group, model_folder(model, self.run_dir)
             layers = _layers(model, folder) if replays(model) else None
-            config = AutoConfig.from_pretrained(folder, trust_remote_code=False).to_dict()
-            if found := list(cache_problems(group, config, str(group.location))):
-                raise StageError(*found)
+            if group.cache != "auto":
+                config = AutoConfig.from_pretrained(folder, trust_remote_code=False).to_dict()
+                if found := list(cache_problems(group, config, str(group.location))):
+                    raise StageError(*found)
             if group.weights == "fp8":
                 folder = quantized_folder(folder, self.run_dir)
             setup = Setup(
