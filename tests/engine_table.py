@@ -31,10 +31,10 @@ BEGIN, END = "<!-- what follows is written by python -m tests.engine_table --wri
 Device = Literal["CPU", "GPU"]
 LEGEND = (
     "A cell says where a family has been run. **CPU**: a test on the CPU shows it, in float32. **GPU**: a kept result",
-    "has it, in bfloat16. **not run**: `--check` allows it, and neither is there. **no**: `--check` refuses it, for",
-    "the reasons below. **-**: the family has no such part. `python -m tests.engine_table --write` writes the tables,",
-    "from what `--check` says of a small config of each family and from the lists of tests and results in",
-    "`tests/engine_table.py`; a test fails if the page differs.",
+    "has it, or a test in tests/gpu that has passed on an H200, in bfloat16. **not run**: `--check` allows it, and",
+    "neither is there. **no**: `--check` refuses it, for the reasons below. **-**: the family has no such part.",
+    "`python -m tests.engine_table --write` writes the tables, from what `--check` says of a small config of each",
+    "family and from the lists of tests and results in `tests/engine_table.py`; a test fails if the page differs.",
 )
 PLAIN = {
     "hidden_size": 512, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8,
@@ -222,9 +222,10 @@ SHOWN: Mapping[Device, Mapping[str, Mapping[str, tuple[str, ...]]]] = {  # by co
             "tests/engines/test_vllm_lora.py::test_samples_and_logprobs_are_those_of_the_trainer": ("qwen3",),
             "tests/engines/test_vllm_lora.py::test_layers_of_nemotron_h_have_adapters": ("nemotron_h",),
         },
+        "vllm FP8 cache": {"tests/engines/test_cache_scales.py::test_an_engine_scales_its_cache": ("qwen3",)},
         "vllm images": {_IMAGES: _SEEING},
     },
-    "GPU": {  # kept results of whole steps, updates or samples, in bfloat16
+    "GPU": {  # kept results of whole steps, updates or samples, and tests of vLLM that have passed on an H200; in bfloat16
         "torch 1 rank": {"benchmarks/results/gpu.torch_backend.json::bfloat16": ("qwen3",)},
         "torch sampler": {"benchmarks/results/gpu.torch_backend.json::rollout/length_mean": ("qwen3",)},
         "torch DP": {"benchmarks/results/gpu.torch_backend.ray.json::2 workers a group": ("qwen3",)},
@@ -245,7 +246,12 @@ SHOWN: Mapping[Device, Mapping[str, Mapping[str, tuple[str, ...]]]] = {  # by co
             "benchmarks/results/gpu.refit_matrix.json::TP2 -> TP2": ("qwen3",),
             "benchmarks/results/gpu.refit_matrix.json::EP2 -> TP2": ("qwen3_moe",),
         },
-        "vllm FP8 cache": {"benchmarks/results/gpu.recipe.fp8.json::--cache fp8": ("qwen3",)},
+        "vllm FP8 weights": {"tests/gpu/test_quantized.py::test_a_refit_brings_what_a_folder_has": ("qwen3",)},
+        "vllm FP8 cache": {
+            "benchmarks/results/gpu.recipe.fp8.json::--cache fp8": ("qwen3",),
+            "tests/gpu/test_cache.py::test_keys_and_values_far_above_448_are_scaled": ("qwen3",),
+        },
+        "vllm replay": {"tests/gpu/test_routes.py::test_the_experts_that_vllm_chose": ("qwen3_moe",)},
     },
 }
 
