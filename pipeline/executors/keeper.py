@@ -38,6 +38,7 @@ STOP_S = 20.0  # for Ray to shut down, before everything is killed
 POLL_S = 0.2  # between looks at the process that runs Ray
 LONGEST = 24  # bytes of the path of the folder for temporary files
 KEEP = "keep"  # the argument of that process
+LATE = "timed out during startup"  # Ray's word for a node that is not up within its own 30 s (ray/_private/node.py)
 
 
 @dataclass
@@ -50,7 +51,18 @@ class Keeper:
 
     @staticmethod
     def start(options: Mapping[str, Any]) -> Keeper:
-        """Start Ray with these options of ray.init. Raises ConnectionError with Ray's words if it does not come up."""
+        """Start Ray with these options of ray.init, and once more if a busy machine was too slow for it. Raises
+        ConnectionError with Ray's words if it does not come up."""
+        try:
+            return Keeper._started(options)
+        except ConnectionError as error:
+            if LATE not in str(error):
+                raise
+        print("Ray has not come up in the time that it gives itself; it is started once more", file=sys.stderr)
+        return Keeper._started(options)
+
+    @staticmethod
+    def _started(options: Mapping[str, Any]) -> Keeper:
         # Its mode is 0700. Ray opens its own folder, within, to everybody.
         folder = tempfile.mkdtemp(prefix="ray-", dir=_short_folder())
         command = [sys.executable, "-P", __file__, folder]

@@ -65,3 +65,34 @@ def test_what_ray_prints_when_it_ends_goes_nowhere_once_the_driver_is_gone(tmp_p
     process.stdout.close()
     process.stdin.close()
     assert (process.stderr.read(), process.wait(20)) == ("", 0)
+
+
+@pytest.mark.parametrize(("late", "starts"), [(1, 2), (2, 2), (0, 1)])
+def test_a_ray_that_is_late_is_started_once_more(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str], late: int, starts: int
+) -> None:
+    """A Ray that is late this often, and comes up or has another fault after that."""
+    (tmp_path / "ray.py").write_text(
+        "import os\n"
+        "from types import SimpleNamespace as Named\n"
+        f"path = {str(tmp_path / 'starts')!r}\n"
+        "def init(**options):\n"
+        "    with open(path, 'a') as file:\n"
+        "        file.write('.')\n"
+        f"    if os.path.getsize(path) <= {late}:\n"
+        "        raise Exception('The current node timed out during startup. This could happen because')\n"
+        f"    if not {late}:\n"
+        "        raise Exception('no such option')\n"
+        "get_runtime_context = lambda: Named(gcs_address='here')\n"
+        "shutdown = lambda: None\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    if late == 1:
+        running = keeper.Keeper.start({})
+        assert running.address == "here"
+        running.close()
+    else:
+        with pytest.raises(ConnectionError, match="timed out during startup" if late else "no such option"):
+            keeper.Keeper.start({})
+    assert len((tmp_path / "starts").read_text()) == starts
+    assert capfd.readouterr().err.count("started once more") == starts - 1
