@@ -135,6 +135,7 @@ def measured(run_dir: RunDir, options: argparse.Namespace, start_s: float) -> di
         "quant error": round(mean("refit/quant_error"), 4),
         "mismatch KL": mean("train/mismatch_kl"),
         "mismatch ratio": round(mean("train/mismatch_ratio_max"), 3),
+        **({"other experts %": round(100 * mean("train/router_disagreement"), 1)} if options.replay else {}),
         "age": round(mean("train/staleness_mean"), 2),
     }
 
@@ -167,6 +168,7 @@ def flags() -> argparse.ArgumentParser:
     parser.add_argument("--peer", action="store_true", help="also run TRL with vLLM on one GPU, on the same work")
     parser.add_argument("--budget", type=int, default=16384, help="tokens per packed row")
     parser.add_argument("--prev", choices=PREVS, default="own", help="old logprobs: of a stage, or of the updates")
+    parser.add_argument("--replay", action="store_true", help="train a mixture with the experts of the rollout")
     parser.add_argument("--kl", type=float, default=0.0, help="above 0: score with the frozen model too")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--staleness", type=int, nargs="+", default=[0, 2])
@@ -189,7 +191,7 @@ def main() -> None:
     if options.colocated:
         options.staleness = [0]
     with tempfile.TemporaryDirectory() as folder:
-        policy = Model(model_of(options.model, Path(folder)))
+        policy = Model(model_of(options.model, Path(folder)), router_replay=options.replay)
         for staleness in options.staleness:
             rows.append({})
             kept = (options.record or Path(folder)) / str(staleness)
