@@ -225,7 +225,7 @@ SHOWN: Mapping[Device, Mapping[str, Mapping[str, tuple[str, ...]]]] = {  # by co
         "vllm FP8 cache": {"tests/engines/test_cache_scales.py::test_an_engine_scales_its_cache": ("qwen3",)},
         "vllm images": {_IMAGES: _SEEING},
     },
-    "GPU": {  # kept results of whole steps, updates or samples, and tests of vLLM that have passed on an H200; in bfloat16
+    "GPU": {  # kept results of whole steps, updates or samples, and tests that have passed on an H200; in bfloat16
         "torch 1 rank": {"benchmarks/results/gpu.torch_backend.json::bfloat16": ("qwen3",)},
         "torch sampler": {"benchmarks/results/gpu.torch_backend.json::rollout/length_mean": ("qwen3",)},
         "torch DP": {"benchmarks/results/gpu.torch_backend.ray.json::2 workers a group": ("qwen3",)},

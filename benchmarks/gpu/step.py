@@ -46,6 +46,7 @@ from pipeline.rundir import RunDir
 from stages import (
     Advantage,
     ClippedLoss,
+    LoRA,
     PrevLogprobs,
     Prompts,
     Refit,
@@ -169,6 +170,7 @@ def flags() -> argparse.ArgumentParser:
     parser.add_argument("--budget", type=int, default=16384, help="tokens per packed row")
     parser.add_argument("--prev", choices=PREVS, default="own", help="old logprobs: of a stage, or of the updates")
     parser.add_argument("--replay", action="store_true", help="train a mixture with the experts of the rollout")
+    parser.add_argument("--lora", type=int, default=0, help="rank of the adapter that is trained; 0: the whole model")
     parser.add_argument("--kl", type=float, default=0.0, help="above 0: score with the frozen model too")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--staleness", type=int, nargs="+", default=[0, 2])
@@ -191,7 +193,8 @@ def main() -> None:
     if options.colocated:
         options.staleness = [0]
     with tempfile.TemporaryDirectory() as folder:
-        policy = Model(model_of(options.model, Path(folder)), router_replay=options.replay)
+        lora = LoRA(rank=options.lora) if options.lora else None
+        policy = Model(model_of(options.model, Path(folder)), router_replay=options.replay, lora=lora)
         for staleness in options.staleness:
             rows.append({})
             kept = (options.record or Path(folder)) / str(staleness)

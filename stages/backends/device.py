@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import platform
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 
 import torch
@@ -96,9 +96,9 @@ class Parking:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._arrived: torch.cuda.Event | None = None
 
-    def park(self, tensors: Iterable[torch.Tensor], room: int | None = None) -> None:
+    def park(self, tensors: Iterable[torch.Tensor], room: int | None = None, *, constant: bool = False) -> None:
         """Move contents to the host: on a GPU only as many as needed to free `room` bytes; all of them if `room` is
-        None or on a CPU. No other tensor may share their memory."""
+        None or on a CPU. No other tensor may share their memory. What is `constant` is copied the first time only."""
         self.arrive()
         waiting = list(tensors)
         while waiting and (missing := self._missing(room)) > 0:
@@ -106,7 +106,7 @@ class Parking:
             while waiting and missing > 0:
                 lot.append(waiting.pop())
                 missing -= lot[-1].nbytes
-            self._move(lot)
+            self._move(lot, constant)
 
     def leave(self) -> None:
         """Start moving everything back. Call `arrive` before reading or writing the tensors."""
@@ -128,10 +128,10 @@ class Parking:
             return float("inf")
         return room - bytes_free(self.device)
 
-    def _move(self, tensors: Iterable[torch.Tensor]) -> None:
-        moved = list(tensors)
-        self._make_places(tensor for tensor in moved if not self._has_place(tensor))
-        for tensor in moved:
+    def _move(self, moved: Sequence[torch.Tensor], constant: bool) -> None:
+        fresh = [tensor for tensor in moved if not self._has_place(tensor)]
+        self._make_places(fresh)
+        for tensor in fresh if constant else moved:
             self._places[id(tensor)].copy_(tensor.detach(), non_blocking=True)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)

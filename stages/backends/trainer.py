@@ -56,7 +56,7 @@ class BaseLearner(Learner, ABC):
     def __init__(self, settings: Optimization, device: torch.device, ranks: Ranks) -> None:
         self.settings, self.ranks, self._device = settings, ranks, device
         self.updates = self.skipped = 0
-        self.parking = Parking(device)
+        self.parking, self.parked_model = Parking(device), Parking(device)
         self._own: dict[int, torch.Tensor] = {}  # by sample: the logprobs of an update's own pass, on the device
         self._own_logprobs: Ragged | None = None
         self.disagreement: Disagreement | None = None  # of the routers with the batch's routes
@@ -147,13 +147,24 @@ class BaseLearner(Learner, ABC):
     def _step(self, rate: float, norm: float, finite: bool) -> None:
         """Clip the gradients and step; if they are not `finite`, leave the weights as they are."""
 
-    @abstractmethod
     def park(self, room: int | None = None) -> None:
-        """Move moments and master weights to the host, where they can be saved. On a GPU, moves only enough to free
-        `room` bytes."""
+        """Move moments and master weights to the host, where they can be saved, and the model of an adapter, which no
+        refit needs. On a GPU, moves only enough to free `room` bytes, the model last."""
+        self._park(room)
+        self.parked_model.park(self._constant(), room, constant=True)
+
+    @abstractmethod
+    def _park(self, room: int | None) -> None:
+        """Move moments and master weights."""
+
+    @abstractmethod
+    def _constant(self) -> Iterable[torch.Tensor]:
+        """The weights of the model that an adapter changes; none where the whole model is trained."""
 
     def leave(self) -> None:
         """Move them back, overlapped with work that does not need them."""
+        self.parked_model.leave()
+        self.parked_model.arrive()  # the next pass needs it
         self.parking.leave()
 
     def save(self, folder: Path) -> None:

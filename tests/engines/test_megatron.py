@@ -22,6 +22,7 @@ from pipeline import Model, StageError
 from pipeline.declare.ranks import RankLayout, Ranks, open_store
 from pipeline.declare.sharding import Dynamic, Packed, Plain
 from pipeline.errors import CheckpointError
+from stages import LoRA
 from stages.backends.model.decoder import Decoder, Dense, Grouped, Latent, Layer, Sparse
 from tests.drafts import write_checkpoint
 from tests.optional import need
@@ -532,14 +533,16 @@ def test_a_large_state_is_several_files_and_all_of_them_are_needed(
         learner.restore(tmp_path)
 
 
+@pytest.mark.parametrize("lora", [None, LoRA(rank=4)])
 def test_a_learner_that_sleeps_can_be_saved_and_goes_on_to_the_bit(
-    cases: Any, engine: Any, folder: Path, tmp_path: Path
+    cases: Any, engine: Any, folder: Path, tmp_path: Path, lora: LoRA | None
 ) -> None:
-    """Its state is parked elsewhere, and its gradients have no memory."""
-    model, batch = Model(str(folder / "qwen3")), cases.frozen_batch()
+    """Its state is parked elsewhere, and its gradients have no memory. The model of an adapter is parked too."""
+    model, batch = Model(str(folder / "qwen3"), lora=lora), cases.frozen_batch()
     (shard,) = cases.shards_of(batch, Plain(3), 1)
     learner = engine.learner(model, cases.OPTIMIZATION)
-    learner.parking = Late()
+    learner.parking, learner.parked_model = Late(), Late()
+    frozen = [held for held in learner.network.parameters() if not held.requires_grad]
 
     def update() -> None:
         learner.update(batch, cases.LOSS, temperature=1.0, update=shard.updates[0])
@@ -553,6 +556,7 @@ def test_a_learner_that_sleeps_can_be_saved_and_goes_on_to_the_bit(
     assert engine.sleep() == (0, 0), "there is no GPU to use"
     gradients = [buffer.grad_data.untyped_storage().size() for buffer in learner.buffered.buffers]
     assert gradients == [0] * len(gradients)
+    assert (learner.parked_model._places.keys() == {id(held) for held in frozen}) and bool(frozen) == bool(lora)
     (tmp_path / "asleep").mkdir()
     learner.save(tmp_path / "asleep")
     name = "shard-00000-000.safetensors"

@@ -23,11 +23,14 @@ from stages import ClippedLoss, LoRA, Refit, Reward, Rollout
 from stages.backends import Batch, Optimization, backend_problems, model_problems, one_shard
 from stages.backends.model.adapters import attach, sharing
 from stages.backends.model.build import load_network, load_tokenizer
+from stages.backends.model.weights import weights
 from stages.backends.torch.engine import TorchEngine
 from stages.backends.torch.optimize import TorchLearner
 from stages.backends.torch.score import score
 from stages.lora import group_problems
 from tests.errors.harness import PROBLEM, command
+from tests.parking import Late
+from tests.shares import weight_hash
 from tests.unit import tiny_graph
 from tests.unit.test_torch_families import NEMOTRON
 from tests.unit.tiny import QWEN3
@@ -167,6 +170,36 @@ def test_a_restored_adapter_continues_bit_for_bit(tmp_path: Path) -> None:
     assert updated(first, batch) == updated(second, batch)  # type: ignore[arg-type]
     ends = [engine.trained_weights(policy) for engine in engines]
     assert all(torch.equal(tensor, ends[1][name]) for name, tensor in ends[0].items())
+
+
+def test_a_learner_that_sleeps_leaves_the_model_too_and_goes_on_to_the_bit() -> None:
+    """The frozen copy has the same tensors. The model is copied to the host once, and is back when `wake` returns."""
+    policy, engine = replace(BASE, lora=LoRA(rank=4)), TorchEngine(CPU, torch.float32)
+    one, frozen = engine.learner(policy, Optimization(lr=1e-2)), engine.network(policy, "frozen")
+    other = TorchEngine(CPU, torch.float32).learner(policy, Optimization(lr=1e-2))
+    assert isinstance(one, TorchLearner) and isinstance(other, TorchLearner)
+    batch, held = given(frozen), list(frozen.parameters())
+    shard = one_shard(batch.prompt_ids, batch.response_ids)
+    asked = (batch.prompt_ids, batch.response_ids, shard)
+    before = engine.score(policy.frozen(), *asked, temperature=1.0)
+    one.parked_model = parked = Late()
+    for _ in range(2):
+        updated(one, batch)
+        updated(other, batch)
+        places = [tensor.data_ptr() for tensor in held]
+        engine.sleep()
+        assert not any(tensor.data_ptr() in places for tensor in held)
+        assert {id(tensor) for tensor in held} == parked._places.keys()
+        engine.wake()
+    assert weight_hash(weights(one.network)) == weight_hash(weights(other.network))
+    after = engine.score(policy.frozen(), *asked, temperature=1.0)
+    assert torch.equal(after.values, before.values)
+    with torch.no_grad():
+        held[0].zero_()
+    engine.sleep()
+    assert held[0].abs().sum() > 0, "what never changes is not copied again"
+    network = load_network(BASE, load_tokenizer(BASE), dtype=torch.float32, device=CPU)
+    assert not learner(network)._constant(), "a refit needs the weights of a whole model"
 
 
 def lora_graph(steps: int = 2, **changed: Any) -> Graph:

@@ -112,11 +112,15 @@ class MegatronLearner(BaseLearner):
                 clip_grad_by_total_norm_fp32(held, self.settings.clip_grad, norm)
         self.optimizer.step_with_ready_grads()
 
-    def park(self, room: int | None = None) -> None:
-        """Move moments and master weights to the host, and drop the gradients."""
+    def _park(self, room: int | None) -> None:
+        """Drop the gradients too."""
         self.buffered.offload_grad_buffers(synchronize=self.groups.device.type == "cuda", empty_cache=False)
         shares = checkpoint.shares(self.network, self.optimizer)
         self.parking.park((tensor for _, _, kinds in shares for tensor in kinds.values()), room)
+
+    def _constant(self) -> list[torch.Tensor]:
+        adapts = self.network.shape.lora is not None
+        return [held for held in self.network.parameters() if not held.requires_grad] if adapts else []
 
     def leave(self) -> None:
         """Move them back, overlapped with work that does not need them."""
