@@ -115,11 +115,12 @@ def graph(
 
 def choices(gpus: int) -> Iterator[dict[str, object]]:
     """What to try for flags that are not given, if `--on` names GPUs: the fastest that fits is taken."""
-    for tokens in range(8192, 49153, 4096):
-        fast = {"generator": "vllm", "trainer": "megatron", "microbatch": tokens}
-        yield fast | {"sampler_gpus": gpus, "learner_gpus": gpus, "colocated": True}
-        for sampler_gpus in range(1, gpus):
-            yield fast | {"sampler_gpus": sampler_gpus, "learner_gpus": gpus - sampler_gpus, "colocated": False}
-    for recompute in ("mlp", "layers"):  # slower, so taken only where nothing else fits
-        yield {"generator": "vllm", "trainer": "megatron", "microbatch": 8192, "sampler_gpus": gpus,
-               "learner_gpus": gpus, "colocated": True, "recompute": recompute}  # fmt: skip
+    each = max(1, gpus // 8)  # a few ways to divide many GPUs
+    ways: list[dict[str, object]] = [{"sampler_gpus": gpus, "learner_gpus": gpus, "colocated": True}]
+    ways += [{"sampler_gpus": n, "learner_gpus": gpus - n, "colocated": False} for n in range(each, gpus, each)]
+    rows = [("none", tokens) for tokens in range(8192, 49153, 4096)]
+    for recompute in ("mlp", "layers"):  # slower, so taken only where nothing else fits, such as the longest samples
+        rows += [(recompute, tokens) for tokens in (8192, 12288, 20480, 36864, 69632, 135168)]
+    for recompute, tokens in rows:
+        for way in ways:
+            yield {"generator": "vllm", "trainer": "megatron", "microbatch": tokens, "recompute": recompute, **way}

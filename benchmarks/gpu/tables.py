@@ -10,6 +10,7 @@ takes to change hands (gpu.step.colocated.*.json). `python -m benchmarks.foretol
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -198,6 +199,7 @@ def table(name: str) -> Gpu:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     for name in NAMES:
         path = FOLDER / f"{name}.json"
         path.write_bytes(msgspec.json.format(msgspec.json.encode(table(name)), indent=1) + b"\n")

@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+import sys
+import time
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -34,6 +36,7 @@ from pipeline.simulation.whatif import Changes
 
 MOST = 500  # choices
 STEPS = 4  # simulated per choice, after the first ones, which fill the pipeline
+SLOW_S = 5.0  # until the command says what it does
 GAIN = 0.01  # by which a later choice must be faster
 REASON = 60  # characters
 NO_CHANGES = Changes()
@@ -78,7 +81,12 @@ def choose(
     tried: list[Tried] = []
     seen: set[str] = set()
     errors: list[SluiceError] = []
-    for wanted in _choices(file, gpus.count):
+    choices, begun_s, reported = _choices(file, gpus.count), time.monotonic(), False
+    for number, wanted in enumerate(choices):
+        if not reported and time.monotonic() - begun_s > SLOW_S:
+            said = f"foretelling {len(choices)} choices of flags for {gpus.name}:{gpus.count}"
+            print(f"{said}; {number} took {SLOW_S:g} s", file=sys.stderr, flush=True)
+            reported = True
         open_values = {name: value for name, value in wanted.items() if name not in given}
         if (written := repr(open_values)) in seen:
             continue
@@ -104,25 +112,27 @@ def _short(text: str) -> str:
     return text if len(text) <= REASON else f"{text[: REASON - 3]}..."
 
 
-def _choices(file: GraphFile, gpus: int) -> Iterator[Mapping[str, Any]]:
-    """Yield what the function choices() beside graph() yields; nothing without one."""
+def _choices(file: GraphFile, gpus: int) -> list[Mapping[str, Any]]:
+    """Return what the function choices() beside graph() yields; nothing without one."""
     function: Callable[[int], Any] | None = file.beside("choices")
     if function is None:
-        return
+        return []
     names = {flag.name for flag in file.flags}
     try:
         yielded = function(gpus)
-        found = list(islice(yielded, MOST)) if isinstance(yielded, Iterable) else None
+        found = list(islice(yielded, MOST + 1)) if isinstance(yielded, Iterable) else None
     except CALLED as error:
         if not is_users(error):
             raise
         raise GraphError(_wrong(file, f"raised {message_of(error)}")) from error
     if found is None:
         raise GraphError(_wrong(file, f"returned {shown(yielded)}"))
+    if len(found) > MOST:
+        raise GraphError(_wrong(file, f"yielded more than {MOST} choices"))
     for wanted in found:
         if not isinstance(wanted, Mapping) or not names.issuperset(wanted):
             raise GraphError(_wrong(file, f"yielded {shown(wanted)}"))
-        yield wanted
+    return found
 
 
 def _wrong(file: GraphFile, did: str) -> Problem:
@@ -164,8 +174,9 @@ def print_choice(choice: Chosen, gpus: Gpus, *, whole: bool) -> None:
     if whole and len(choice.tried) > 1:
         from rich.table import Table
 
-        first, *others = (one.values for one in choice.tried)
-        differ = [name for name in first if any(other.get(name) != first[name] for other in others)]
+        found = [one.values for one in choice.tried]
+        names = dict.fromkeys(name for values in found for name in values)
+        differ = [name for name in names if any(values.get(name) != found[0].get(name) for values in found)]
         table = Table("tried", "s/step", "tokens/s", "fullest GPU", box=None, padding=(0, 2, 0, 0))
         for one in choice.tried:
             words = worded({name: one.values[name] for name in differ if name in one.values})

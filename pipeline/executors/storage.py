@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeline.declare.group import HOST
-from pipeline.errors import Problem
+from pipeline.errors import Problem, counted
 from pipeline.plan.plan import PlacedGroup, Plan
 
 PER_NODE = "per-node"  # one unit on each node of the cluster
 CPUS = 1.0  # that TransferQueue asks for per actor; it has no setting for it
+NO_GPUS = "a machine with GPUs, --address of a cluster with some, or gpus=0 for groups whose backend computes on a CPU"
 Nodes = Sequence[Mapping[str, Any]]
 
 
@@ -99,9 +100,10 @@ def shortages(plan: Plan, units: StorageUnits | None, nodes: Nodes) -> Iterator[
         if asked > have:
             yield Problem(
                 where=plan.name,
-                what=f"the run asks for {asked:g} {kind}s, the cluster has {have:g}",
-                why=f"every worker group holds its resources for the whole run, and TransferQueue {store:g} CPUs",
-                fix="use smaller worker groups, or more machines",
+                what=f"the run asks for {_amount(asked, kind)}, the cluster has {f'{have:g}' if have else 'none'}",
+                why="every worker group holds its resources for the whole run, and TransferQueue "
+                f"{_amount(store, 'CPU')}",
+                fix="use smaller worker groups, or more machines" if have or kind == "CPU" else NO_GPUS,
             )
             return
     if units:
@@ -116,7 +118,12 @@ def bundle_of(cpus: float, gpus: float) -> dict[str, float]:
 
 def described(resources: Mapping[str, float]) -> str:
     """Return CPUs and GPUs as text."""
-    return ", ".join(f"{resources.get(kind, 0.0):g} {kind}s" for kind in ("CPU", "GPU") if resources.get(kind))
+    return ", ".join(_amount(resources[kind], kind) for kind in ("CPU", "GPU") if resources.get(kind))
+
+
+def _amount(number: float, kind: str) -> str:
+    """Return a number of CPUs or GPUs as text; a worker may ask for a part of one."""
+    return counted(int(number), kind) if number == int(number) else f"{number:g} {kind}s"
 
 
 def _too_large(plan: Plan, nodes: Nodes) -> Iterator[Problem]:

@@ -130,9 +130,20 @@ def _no_cache(stage: Stage, one: GroupMemory, load: Load) -> Iterator[Problem]:
             where=str(one.group.location),
             what=f"the cache of worker group {one.group.name!r} holds {work.most_tokens:,} tokens, and a sample has up "
             f"to {load.prompt + load.longest:,}",
-            why=f"it takes {one.group.memory:g} of a GPU at most, and {gib(load.room_bytes)} are left for it",
+            why=_why_no_cache(stage, one, load, work),
             fix="a larger memory= or tensor_parallel=, or GPUs of its own",
         )
+
+
+def _why_no_cache(stage: Stage, one: GroupMemory, load: Load, work: Decoding) -> str:
+    """Say what bounds the cache. If nothing is left for it, `memory_of` the stage is the engine without a cache."""
+    beside = f", beside {gib(one.beside_bytes)} of other worker groups" if one.beside_bytes else ""
+    limit = f"at most {one.group.memory:g} of a GPU's {gib(load.gpu_bytes)}{beside}"
+    if work.most_tokens > 0:
+        return f"with its weights and buffers, the engine may have {limit}"
+    taken = _sum([part for part in memory_of(stage, load) or () if part.when != "task"])
+    alone = f"the engine's weights and buffers alone take {gib(taken)}" if taken else "the engine is too large"
+    return f"{alone}, which leaves nothing of what it may have: {limit}"
 
 
 def gib(size_bytes: float) -> str:

@@ -4,11 +4,13 @@
     found.hints[0]          # Hint(text="train twice as fast", times=1.31, command="python -m pipeline.simulate ...")
 
 Each hint's command prints the hint's number; the command `base` simulates the unchanged run. The number of simulated
-steps depends only on the tasks per step, so the same record always yields the same hints.
+steps depends only on the tasks per step, so the same record always yields the same hints (if it lacks the number of
+cores, on the same machine).
 """
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,8 +18,9 @@ from pathlib import Path
 import msgspec
 
 from pipeline.analysis.report import Report, analyse
+from pipeline.declare.group import HOST
 from pipeline.errors import SluiceError
-from pipeline.plan.plan import ADDED, Plan
+from pipeline.plan.plan import ADDED, PlacedGroup, Plan
 from pipeline.precedence import typed
 from pipeline.record.history import Tasks
 from pipeline.simulation.recording import Recording, simulated
@@ -114,10 +117,12 @@ def _changes(recording: Recording, measured: Report) -> Iterator[tuple[str, tupl
     if not any(group.colocated for group in planned.groups):
         yield from _schedules(planned)
     if not recording.one_process:  # if workers take turns in one process, another worker does not help
-        on_cpus = {group.name for group in planned.groups if not group.gpus}  # all GPUs of the machine may be in use
+        on_cpus = {group.name: group for group in planned.groups if not group.gpus}  # all GPUs may be in use
         for name in dict.fromkeys(names[stage].groups[0] for stage in slowest if names[stage].groups):
             if name in on_cpus:
-                yield _workers(planned, name)
+                group, workers = on_cpus[name], _more(on_cpus[name], planned)
+                if _fits(recording, group, workers):
+                    yield _workers(group, workers)
 
 
 def _schedules(planned: Plan) -> Iterator[tuple[str, tuple[str, ...], Changes]]:
@@ -136,14 +141,28 @@ def _schedules(planned: Plan) -> Iterator[tuple[str, tuple[str, ...], Changes]]:
         yield "stale groups dropped", ("--on-stale", "drop"), Changes(on_stale="drop")
 
 
-def _workers(planned: Plan, name: str) -> tuple[str, tuple[str, ...], Changes]:
-    """Add one replica, or double the replicas if they share a batch evenly."""
-    group = next(group for group in planned.groups if group.name == name)
-    shared = any(stage.sharding for stage in planned.stages if name in stage.groups)
+def _more(group: PlacedGroup, planned: Plan) -> int:
+    """Return the workers with one replica more, or with twice the replicas if they share a batch evenly."""
+    shared = any(stage.sharding for stage in planned.stages if group.name in stage.groups)
     count = group.replicas * 2 if shared else group.replicas + 1
-    width = group.workers // group.replicas
-    text = f"{count * width} workers in {name} instead of {group.workers}"
-    return text, ("--workers", f"{name}={count * width}"), Changes(workers={name: count * width})
+    return count * (group.workers // group.replicas)
+
+
+def _fits(recording: Recording, group: PlacedGroup, workers: int) -> bool:
+    """Whether the machines have cores for the threads of `group` with that many workers, and for those of all groups
+    on CPUs as they are. The host group is left out: it runs plain functions, mostly while others wait."""
+    cores = (recording.cores or os.cpu_count() or 1) * max(1, len(set(recording.nodes.values())))
+    on_cpus = [each for each in recording.plan.groups if not each.gpus and each.name != HOST]
+    return max(_threads(group, workers), sum(_threads(each, each.workers) for each in on_cpus)) <= cores
+
+
+def _threads(group: PlacedGroup, workers: int) -> int:
+    return workers * max(group.threads, 1)
+
+
+def _workers(group: PlacedGroup, workers: int) -> tuple[str, tuple[str, ...], Changes]:
+    text = f"{workers} workers in {group.name} instead of {group.workers}"
+    return text, ("--workers", f"{group.name}={workers}"), Changes(workers={group.name: workers})
 
 
 def _command(run: Path, flags: list[str]) -> str:

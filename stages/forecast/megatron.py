@@ -58,7 +58,9 @@ class Passes:
         counted. Raises GraphError if a sample does not fit into a row, or the model's shape is not known.
         """
         part = divided(self.model, load.group)
-        shape, times = part.shape, 3 if self.training else 1  # the backward pass is twice the forward pass
+        shape, times = part.shape, 3 if self.training else 1  # the backward pass is twice the forward pass,
+        trained = part.trained_by(self.model) if self.training else 0.0
+        times_of_products = 2 if self.training and self.model.lora else times  # and once with frozen weights
         if shape.experts or shape.hybrid:
             return None
         self._check(load)
@@ -71,13 +73,13 @@ class Passes:
         products = shape.token_products + (made if again else 0)
         return GpuWork(
             kind=f"megatron.{'plain.' if load.kernels == 'plain' else ''}{'training' if self.training else 'scoring'}",
-            products=2 * times * (tokens * products + responses * shape.logit_weights) * whole,
+            products=2 * times_of_products * (tokens * products + responses * shape.logit_weights) * whole,
             attention=2 * times * pairs * shape.attentions * shape.pair_products * whole,
             moved_bytes=times / 3 * tokens * shape.layers * kept(part, "fused") * HALF * whole,
             vocabulary_bytes=times / 3 * responses * shape.vocab * HALF * self.epochs / (part.tensor * part.context),
             layers=passes * part.layers * factor,
             passes=passes * factor,
-            updated_bytes=part.weights * UPDATED / load.ranks * updates * self.epochs if self.training else 0.0,
+            updated_bytes=trained * UPDATED / load.ranks * updates * self.epochs,
         )
 
     def parts(self, load: Load) -> list[GpuPart]:
@@ -220,7 +222,8 @@ def _latent(heads: int, sizes: LatentSizes) -> int:
 
 def held(model: Model, load: Load, *, trains: bool) -> list[GpuPart]:
     """Return what a model holds on a rank between tasks."""
-    weights = divided(model, load.group).weights
+    part = divided(model, load.group)
+    weights, trained = part.weights, part.trained_by(model)
     shares = load.ranks * load.group.context_parallel  # of the distributed optimizer
     parts = [
         GpuPart(name="CUDA", size_bytes=CONTEXT_BYTES),
@@ -228,14 +231,16 @@ def held(model: Model, load: Load, *, trains: bool) -> list[GpuPart]:
     ]
     if trains:
         parts += [
-            GpuPart(name="master weights and moments", size_bytes=OPTIMIZER * weights / shares),
+            GpuPart(name="master weights and moments", size_bytes=OPTIMIZER * trained / shares),
             GpuPart(name="cached by the allocator", size_bytes=CACHED * weights),
-            GpuPart(name="gradients", size_bytes=SINGLE * weights, when="dropped"),
+            GpuPart(name="gradients", size_bytes=SINGLE * trained, when="dropped"),
         ]
+        if model.lora:
+            parts.append(GpuPart(name="adapter", size_bytes=HALF * trained))
     return parts
 
 
 def exchanged_bytes(model: Model, load: Load) -> float:
     """Return the bytes between GPU and host of one scoring with frozen weights: they and the trained ones change places
-    before it and after it."""
-    return 4 * HALF * divided(model, load.group).weights
+    before it and after it. A model with an adapter has one copy."""
+    return 0.0 if model.lora else 4 * HALF * divided(model, load.group).weights

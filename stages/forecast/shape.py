@@ -50,6 +50,17 @@ class Divided:
         own += (shape.mlp_weights(shape.experts) - single) / self.experts
         return self.layers / shape.layers * own
 
+    def trained_by(self, model: Model) -> float:
+        """Weights of the fullest rank that training changes: all, or those of an adapter, as if its targets were all
+        layers outside of experts."""
+        if model.lora is None:
+            return self.weights
+        shape = self.shape
+        query, key = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+        attention = 4 * shape.hidden + 2 * query + 2 * key  # inputs and outputs
+        inner = shape.shared if shape.experts else shape.intermediate
+        return self.layers * model.lora.rank * (attention + 3 * (shape.hidden + inner)) / self.tensor
+
     def size_bytes(self, weights: str) -> float:
         """Bytes of the weights of the fullest rank, where `WorkerGroup.weights` is this."""
         return HALF * self.weights - (HALF - QUANTIZED) * self.matrices * (weights == "fp8")

@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks.gpu.shapes import SHAPES
 from pipeline import GraphError, run, simulate
+from pipeline.cli import choice
 from pipeline.cli.choice import Chosen, choose, print_choice
 from pipeline.cli.load import load
 from pipeline.declare.interpreter import elsewhere
@@ -32,9 +33,9 @@ def graph(row: int = 8192, trainers: int = 1):
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A folder with the configs of two models, and a data set."""
+    """A folder with the configs of three models, and a data set."""
     monkeypatch.chdir(tmp_path)
-    for name in ("0.6B", "4B"):
+    for name in ("0.6B", "4B", "8B"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps(SHAPES[name]))
     (tmp_path / "train.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
@@ -64,18 +65,40 @@ def test_one_gpu_is_shared_and_rows_are_as_long_as_pays(folder):
         assert found.values["colocated"] and found.values["sampler_gpus"] == found.values["learner_gpus"] == 1
         assert (found.values["generator"], found.values["trainer"]) == ("vllm", "megatron")
     assert large.values["microbatch"] == 12288
-    longer = [one for one in large.tried[2:] if "recompute" not in one.values]
+    longer = [one for one in large.tried[2:] if one.values["recompute"] == "none"]
     assert all(one.why.startswith("worker group 'learner' needs") for one in longer)
-    assert "recompute" not in large.best.values, "nothing is computed again where that fits"
+    assert large.values["recompute"] == "none", "nothing is computed again where that fits"
     assert small.values["microbatch"] > large.values["microbatch"]
 
 
 def test_the_choice_is_the_fastest_that_was_tried(folder):
     found = grpo("h200:2", model="0.6B")
-    assert len(found.tried) == 24
+    assert len(found.tried) == 2 * (11 + 2 * 6)
     fits = [one for one in found.tried if not one.why]
     assert found.best is not None and found.best.step_s <= 1.01 * min(one.step_s for one in fits)
     assert found.best.values.items() <= found.values.items()
+
+
+def test_what_needs_too_much_memory_is_computed_again(folder):
+    """Rows hold the longest samples, whose activations fit only then."""
+    found = grpo(model="0.6B", max_tokens=65536, prompts_per_step=4, samples_per_prompt=2)
+    assert found.values["recompute"] == "mlp" and found.values["microbatch"] == 69632
+    larger = grpo(model="4B", max_tokens=16384, prompts_per_step=4, samples_per_prompt=2)
+    assert larger.values["recompute"] == "mlp" and larger.values["microbatch"] == 20480
+
+
+def test_many_gpus_are_divided_in_a_few_ways():
+    choices = load(REPOSITORY / "graphs" / "grpo.py").beside("choices")
+    assert choices is not None
+    made = list(choices(64))
+    assert len(made) == 23 * 8 and {one["sampler_gpus"] + one["learner_gpus"] for one in made} == {64, 128}
+
+
+def test_an_adapter_needs_room_for_its_own_gradients_only(folder):
+    with pytest.raises(GraphError, match="worker group 'learner' needs"):
+        grpo(model="8B")
+    adapter = grpo(model="8B", lora_rank=16)
+    assert adapter.best is not None and adapter.best.step_s > 0
 
 
 def test_a_flag_that_is_given_stays(folder):
@@ -129,6 +152,7 @@ def test_a_graph_without_choices_keeps_its_defaults(folder):
         ("yield 3", "choices() yielded 3"),
         ("raise KeyError('gpu')", "choices() raised KeyError"),
         ("return None", "choices() returned None"),
+        ("yield from ({'row': 8192 + n} for n in range(501))", "choices() yielded more than 500 choices"),
     ],
 )
 def test_choices_that_are_none_get_one_clear_error(folder, choices, says):
@@ -187,6 +211,19 @@ def test_a_run_that_does_not_fit_is_refused_before_it_starts(folder, capsys):
     assert run.main([str(path), "--on", "h200:1", "--row", "400000"]) == 2
     assert "Fix: microbatch=Packed(tokens=" in capsys.readouterr().err
     assert not (folder / "runs").exists()
+
+
+def test_the_table_has_every_flag_in_which_choices_differ(folder, capsys):
+    found = chosen(own(folder, "yield {'row': 8192}\n    yield {'row': 8192, 'trainers': 4}"))
+    print_choice(found, asked("h200:1"), whole=True)
+    rows = [line for line in capsys.readouterr().out.splitlines() if "GPUs" in line or "GiB" in line]
+    assert len(rows) == 2 and "--trainers 4" in rows[1] and "--row" not in rows[1]
+
+
+def test_a_long_search_says_what_it_does(folder, capsys, monkeypatch):
+    monkeypatch.setattr(choice, "SLOW_S", 0.0)
+    chosen(own(folder, "yield {'row': 8192}\n    yield {'row': 16384}"))
+    assert capsys.readouterr().err == "foretelling 2 choices of flags for h200:1; 0 took 0 s\n"
 
 
 def test_nothing_is_printed_if_nothing_was_open(capsys):

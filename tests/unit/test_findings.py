@@ -22,7 +22,7 @@ from pipeline.record import trace
 from pipeline.record.runs import list_runs, open_run, read_metrics, state_of, tail_metrics
 from pipeline.rundir import RunDir
 from pipeline.simulation.durations import Costs
-from pipeline.simulation.hints import hints
+from pipeline.simulation.hints import _changes, hints
 from pipeline.simulation.recording import recording_of
 from tests.doors import REPOSITORY
 from tests.examples import few
@@ -171,6 +171,28 @@ def test_no_hint_asks_for_gpus_that_the_machine_may_not_have(tmp_path):
     groups = tuple(msgspec.structs.replace(group, gpus=group.workers) for group in recording.plan.groups)
     on_gpus = msgspec.structs.replace(recording, plan=msgspec.structs.replace(recording.plan, groups=groups))
     assert more and not [hint for hint in hints(on_gpus, run).hints if "--workers" in hint.flags]
+
+
+@pytest.mark.parametrize(
+    ("threads", "cores", "proposed"),
+    [
+        ({}, 1, set()),
+        ({}, 2, {"sampler", "learner"}),
+        ({"sampler": 2, "learner": 2}, 2, set()),
+        ({"sampler": 2, "learner": 2}, 4, {"sampler", "learner"}),
+        ({"sampler": 2}, 3, {"learner"}),
+        ({"sampler": 1, "learner": 8}, 8, set()),
+    ],
+)
+def test_no_hint_asks_for_more_threads_than_the_machine_has_cores(tmp_path, threads, cores, proposed):
+    run = write(tmp_path / "run", seconds=SLOW_TRAIN | {"rollout": "0.2/group @ 1"})
+    recording = recording_of(open_run(run))
+    groups = tuple(
+        msgspec.structs.replace(group, threads=threads.get(group.name, 0)) for group in recording.plan.groups
+    )
+    planned = msgspec.structs.replace(recording.plan, groups=groups)
+    tried = _changes(msgspec.structs.replace(recording, plan=planned, cores=float(cores)), find(open_run(run)).report)
+    assert {name for _, _, change in tried for name in change.workers} == proposed
 
 
 def test_a_stage_that_has_not_run_is_said_to_take_no_time(tmp_path):

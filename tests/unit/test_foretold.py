@@ -96,6 +96,16 @@ def test_a_table_is_what_the_kept_results_say(name):
     assert table(name) == tables.table(name)
 
 
+@pytest.mark.parametrize(("flag", "code"), [("--help", 0), ("--nope", 2)])
+def test_a_flag_writes_no_table(flag, code, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(tables, "FOLDER", tmp_path)
+    monkeypatch.setattr("sys.argv", ["tables", flag])
+    with pytest.raises(SystemExit) as ended:
+        tables.main()
+    assert ended.value.code == code and not list(tmp_path.iterdir())
+    assert ("Fits the tables of GPUs" in capsys.readouterr().out) == (flag == "--help")
+
+
 def test_every_rate_has_a_source():
     for name in known():
         assert table(name).sources.keys() == table(name).rates.keys()
@@ -416,6 +426,24 @@ def test_a_model_that_no_row_fits_beside_needs_more_gpus():
 def test_a_cache_without_room_for_a_sample_is_refused():
     (problem,) = made(described(colocated=True, memory=0.044)).problems
     assert "the cache of worker group 'sampler' holds" in problem.what and "memory=" in problem.fix
+    assert problem.why.startswith("with its weights and buffers, the engine may have at most 0.044 of a GPU's 139.8")
+
+
+def test_an_engine_that_leaves_nothing_for_its_cache_says_so():
+    (apart,) = made(described(memory=0.04)).problems
+    assert " holds 0 tokens, " in apart.what
+    assert apart.why == (
+        "the engine's weights and buffers alone take 6.1 GiB, which leaves nothing of what it may have: at most 0.04 "
+        "of a GPU's 139.8 GiB"
+    )
+
+
+def test_no_less_than_nothing_is_left_for_a_cache_beside_groups_that_fill_the_gpu():
+    found = made(described(model="8B", colocated=True))
+    assert found.memory["sampler"].beside_bytes > table("h200").memory_bytes * 0.98
+    (told,) = (problem for problem in found.problems if "the cache of" in problem.what)
+    assert told.why.startswith("the engine's weights and buffers alone take 20.3 GiB") and "-" not in told.why
+    assert told.why.endswith(" at most 0.85 of a GPU's 139.8 GiB, beside 138.2 GiB of other worker groups")
 
 
 # The commands.

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from benchmarks.gpu import replay
 from pipeline import Schedule, simulate
 from pipeline.errors import GraphError, StageError
 from pipeline.plan.plan import Plan
@@ -82,6 +83,13 @@ def test_k_batches_ahead_is_the_recursion_by_hand(rollout, train, k, refit):
             ends[-1] = max([ends[-1], *sampled[: min(steps, len(sampled))]])
         sampled.append(ends[-1] + rollout_s)
     assert found == pytest.approx(ends)
+
+
+def test_a_kept_run_on_gpus_is_predicted_two_steps_ahead_from_the_record_of_a_synchronous_one():
+    with replay.records(None) as folder:
+        same, ahead = replay.predicted(folder)
+    assert abs(same["error %"]) < 2 and abs(ahead["error %"]) <= replay.AIM
+    assert (same["max_staleness"], ahead["max_staleness"]) == (0, 2) and ahead["measured s"] < same["measured s"]
 
 
 def test_draining_waits_for_the_streams_and_swapping_in_flight_does_not():

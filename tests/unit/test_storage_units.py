@@ -68,6 +68,22 @@ def test_a_cluster_without_cpus_for_the_units_is_refused():
     assert "the run asks for 6 CPUs, the cluster has 5;" in short(PER_NODE, a=2, b=3, x=9)
 
 
+def test_a_cluster_without_gpus_is_told_where_the_run_can_compute():
+    groups = tuple(msgspec.structs.replace(group, gpus=int(group.name == "learner")) for group in PLAN.groups)
+    asked, cluster = msgspec.structs.replace(PLAN, groups=groups), nodes(a=9)
+    (problem,) = shortages(asked, None, cluster)
+    assert problem.what == "the run asks for 1 GPU, the cluster has none"
+    assert problem.fix == (
+        "a machine with GPUs, --address of a cluster with some, or gpus=0 for groups whose backend computes on a CPU"
+    )
+    cluster[0]["Resources"]["GPU"] = 1
+    assert not list(shortages(asked, None, cluster))
+    groups = tuple(msgspec.structs.replace(group, gpus=2 * group.gpus) for group in groups)
+    (problem,) = shortages(msgspec.structs.replace(PLAN, groups=groups), None, cluster)
+    assert problem.what == "the run asks for 2 GPUs, the cluster has 1"
+    assert problem.fix == "use smaller worker groups, or more machines"
+
+
 def large(cluster: list[dict], **flags: float) -> list[str]:
     """Return which groups are too large for any node of a cluster, and why."""
     groups = tuple(msgspec.structs.replace(group, **flags) for group in PLAN.groups if group.name == "learner")
@@ -88,7 +104,7 @@ def test_workers_that_fit_on_no_node_are_refused():
     with_gpus[0]["Resources"]["GPU"] = 2
     assert large(with_gpus, workers=2, gpus=2) == []
     (problem,) = large(with_gpus, workers=2, gpus=2, cpus=3.0)
-    assert "2 x 3 CPUs, 1 GPUs, and 1 of them fit" in problem and "node-a has 4 CPUs, 2 GPUs; node-b has" in problem
+    assert "2 x 3 CPUs, 1 GPU, and 1 of them fit" in problem and "node-a has 4 CPUs, 2 GPUs; node-b has" in problem
 
 
 def test_large_workers_are_placed_before_small_ones_and_after_the_host():
