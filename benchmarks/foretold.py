@@ -107,11 +107,16 @@ def memory() -> Iterator[dict[str, Any]]:
     """A row per figure of memory."""
     for name in STEPS:
         for number, kept in enumerate(rows(name)):
-            made = foretold(name, number)[0] if "sampler awake GiB" in kept else None
-            for group in ("sampler", "learner") if made else ():
-                one = made.memory[group]
+            in_turns = ("sampler", "learner") if "sampler awake GiB" in kept else ()
+            most_gib = sorted((kept[column] for column in kept if column.endswith("at most GiB")), reverse=True)
+            if not (in_turns or most_gib):
+                continue
+            found = foretold(name, number)[0].memory
+            for group in in_turns:
                 figure, seen = f"{group} in use GiB", kept[f"{group} awake GiB"]
-                yield _row(name, figure, one.before_bytes / 2**30, seen, figure in FITTED.get(name, ()))
+                yield _row(name, figure, found[group].before_bytes / 2**30, seen, figure in FITTED.get(name, ()))
+            for one, seen in zip(sorted(found.values(), key=lambda one: -one.peak_bytes), most_gib):  # in turns, one
+                yield _row(name, "most in use GiB", one.peak_bytes / 2**30, seen, False)
     for name, (model, same) in UPDATES.items():
         for kept in rows(name):
             yield _row(

@@ -9,9 +9,9 @@ response tokens, previous-policy logprobs included), model FLOP utilization of t
 dense bfloat16 peak), the share of time in which neither engine works, and the mismatch of rollout and trainer logprobs.
 `--colocated` runs sampler and learner on the same GPUs, in turns, and adds the seconds per step in which memory changes
 hands, and the memory in use on a GPU in each turn. These and that share leave out the last step, which ends before its
-refit. `--record` keeps plan.json and events.jsonl of each run, for benchmarks/gpu/replay.py. `--peer` then runs TRL's
-GRPOTrainer with vLLM on the same work and one GPU (benchmarks/gpu/trl_step.py). `--cpu` tries the script with a tiny
-model.
+refit. The last columns have the most memory that was in use on each GPU. `--record` keeps plan.json and events.jsonl of
+each run, for benchmarks/gpu/replay.py. `--peer` then runs TRL's GRPOTrainer with vLLM on the same work and one GPU
+(benchmarks/gpu/trl_step.py). `--cpu` tries the script with a tiny model.
 
 Aim: neither engine works in under 2 % of a synchronous step.
 """
@@ -31,6 +31,7 @@ from typing import Any
 
 import msgspec
 
+from benchmarks.gpu.fullest import fullest
 from benchmarks.gpu.shapes import MIXTURES, SHAPES, TRUNCATED, add_work, model_of
 from benchmarks.report import report
 from ops.refit.transports import TRANSPORTS
@@ -224,13 +225,15 @@ def run(
         published = [event.at_s for _, event in trace.read(run_dir.events) if isinstance(event, trace.Published)]
         if step > 0 and len(published) > 2:
             row = {"model": options.model, "max_staleness": graph.schedule.max_staleness}
-            rows[-1] = row | measured(run_dir, options, published[0] - begun_s)
+            gib = {f"GPU {index} at most GiB": round(most / 2**30, 1) for index, most in enumerate(most_bytes.values())}
+            rows[-1] = row | measured(run_dir, options, published[0] - begun_s) | gib
             write(rows, options)
         if step + 1 == options.steps:
             raise EnoughError
 
     try:
-        Driver(graph, planned, RayExecutor(), run_dir=run_dir, on_step=note).execute()
+        with fullest() as most_bytes:
+            Driver(graph, planned, RayExecutor(), run_dir=run_dir, on_step=note).execute()
     except EnoughError:
         return
     except SluiceError:  # the folder goes with this process
