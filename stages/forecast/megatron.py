@@ -58,22 +58,22 @@ class Passes:
         counted. Raises GraphError if a sample does not fit into a row, or the model's shape is not known.
         """
         part = divided(self.model, load.group)
-        shape, times = part.shape, 3 if self.training else 1  # the backward pass is twice the forward pass,
-        trained = part.trained_by(self.model) if self.training else 0.0
-        times_of_products = 2 if self.training and self.model.lora else times  # and once with frozen weights
+        shape, times = part.shape, 3 if self.training else 1  # the backward pass is twice the forward pass
         if shape.experts or shape.hybrid:
             return None
+        taken = 2 if self.training and self.model.lora else times  # frozen weights have no gradients
+        trained = part.trained_by(self.model) if self.training else 0.0
         self._check(load)
         tokens, passes, updates, pairs, responses = self._rank(load)
         waits = 1 + (part.pipeline - 1) * updates / passes
         factor = self.epochs * waits * (4 / 3 if self.training and self.recompute is True else 1)
         whole = factor / (part.tensor * part.pipeline * part.context)
         again = self.training and self.recompute == "mlp"  # but for the last product, which nothing waits for
-        made = shape.mlp_weights(shape.chosen) * (2 / 3 if shape.gated else 1 / 2) / times
-        products = shape.token_products + (made if again else 0)
+        made = shape.mlp_weights(shape.chosen) * (2 / 3 if shape.gated else 1 / 2) if again else 0.0
+        products = tokens * (taken * shape.token_products + made) + taken * responses * shape.logit_weights
         return GpuWork(
             kind=f"megatron.{'plain.' if load.kernels == 'plain' else ''}{'training' if self.training else 'scoring'}",
-            products=2 * times_of_products * (tokens * products + responses * shape.logit_weights) * whole,
+            products=2 * products * whole,
             attention=2 * times * pairs * shape.attentions * shape.pair_products * whole,
             moved_bytes=times / 3 * tokens * shape.layers * kept(part, "fused") * HALF * whole,
             vocabulary_bytes=times / 3 * responses * shape.vocab * HALF * self.epochs / (part.tensor * part.context),

@@ -34,6 +34,7 @@ from stages import (
     ClippedLoss,
     Evaluate,
     Generated,
+    LoRA,
     PrevLogprobs,
     Prompts,
     Refit,
@@ -281,6 +282,21 @@ def test_an_evaluation_samples_its_own_prompts_every_so_many_steps():
     assert 2 < alone_s / max(part.work_s for part in same.parts) < 4  # four times as many responses
     steps = simulated(found.recording, Changes(steps=9))[1].steps.mean
     assert steps > 1.1 * step_s(graph)
+
+
+def test_an_adapter_takes_two_products_per_weight_and_room_for_itself():
+    graph = described(row=16 * 1030)
+    whole = next(stage for stage in graph.stages if isinstance(stage, Train))
+    adapter = dataclasses.replace(whole, model=dataclasses.replace(whole.model, lora=LoRA(rank=16)))
+    load = tables.load(whole.on, 256, 1024)
+    work = [one.work(load)[0] for one in (whole, adapter)]
+    assert work[1].products == pytest.approx(2 / 3 * work[0].products) and work[1].attention == work[0].attention
+    sizes = [{part.name: part.size_bytes for part in one.memory(load)} for one in (whole, adapter)]
+    # By hand, of Qwen3-0.6B: A and B of q, k, v, o, gate, up and down in 28 layers.
+    inputs_and_outputs = 3 * (1024 + 3072) + 2 * (1024 + 2048) + 2 * (1024 + 1024)
+    trained = 28 * 16 * inputs_and_outputs
+    assert (sizes[1]["gradients"], sizes[1]["master weights and moments"]) == (4 * trained, 12 * trained)
+    assert sizes[1]["weights of 0.6B"] == sizes[0]["weights of 0.6B"] and sizes[1]["adapter"] == 2 * trained
 
 
 def test_recomputed_activations_take_time_and_leave_memory():
