@@ -37,16 +37,16 @@ def run(folder: Path, file: Path, flags: dict[str, Any], on_step: Any = None) ->
 def test_the_quickstart_learns_with_both_engines_and_a_sampler_that_dies(tmp_path, ray_session):
     need("vllm", "vllm")
     folder = tmp_path / "run"
-    flags = {"generator": "vllm", "trainer": "megatron", "steps": 12, "evaluate_every": 12, "threads": 1, "seed": 1}
+    flags = {"generator": "vllm", "trainer": "megatron", "steps": 16, "evaluate_every": 16, "threads": 1, "seed": 1}
     run_dir = run(folder, QUICKSTART, flags, on_step=killed(folder, "sampler", {6}))
     made = lines(run_dir)
-    assert [line["step"] for line in made] == list(range(1, 13))
+    assert [line["step"] for line in made] == list(range(1, 17))
     assert made[-1]["reward/mean"] > made[0]["reward/mean"] + 0.15 and made[-1]["eval/exact_match"] > 0.7
     # vLLM and Megatron-core agree on the logprob of every sampled token, after every refit.
     assert max(line["train/mismatch_ratio_max"] for line in made) < 1 + 1e-4
     assert max(abs(line["train/mismatch_kl"]) for line in made) < 1e-5
     assert {event.reason for event in events(run_dir, trace.Retried)} == {"worker sampler.0 died"}
-    assert len({event.sha256 for event in events(run_dir, trace.Published)}) == 13
+    assert len({event.sha256 for event in events(run_dir, trace.Published)}) == 17
     assert not check(run_dir.path)
 
 
