@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import Event, Thread
 
+from stages.backends import is_installed
+
 EVERY_S = 0.2
 
 
@@ -20,11 +22,14 @@ def fullest() -> Iterator[dict[int, int]]:
     """Yield the most bytes in use of each GPU so far, which grow as long as the context lasts. Nothing without GPUs.
     Peaks of less than `EVERY_S` can be missed; what torch holds from them stays in use."""
     most_bytes: dict[int, int] = {}
-    try:
-        import pynvml
+    if not is_installed("pynvml"):
+        yield most_bytes
+        return
+    import pynvml
 
+    try:
         pynvml.nvmlInit()
-    except Exception:  # noqa: BLE001 - no module, or NVML's own error without a driver
+    except pynvml.NVMLError:  # no driver
         yield most_bytes
         return
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")

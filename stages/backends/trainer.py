@@ -34,6 +34,7 @@ from pipeline.errors import CheckpointError, Problem, naming, shown
 from pipeline.reading import BROKEN, check_files, reason
 from stages.backends.device import Parking, bytes_in_use, host_copy, sent
 from stages.backends.interface import Batch, Learner, Optimization, Route
+from stages.backends.model.adapters import is_adapter
 from stages.backends.model.padding import pad_right
 from stages.backends.model.places import Placed
 from stages.backends.model.routes import Disagreement
@@ -51,6 +52,7 @@ File: TypeAlias = tuple[str, Iterable[tuple[str, torch.Tensor]]]  # a name, and 
 class BaseLearner(Learner, ABC):
     """A network with its optimizer. All ranks call every method together."""
 
+    network: Any
     _computing: Callable[[], AbstractContextManager[None]] = nullcontext  # the context of an update
 
     def __init__(self, settings: Optimization, device: torch.device, ranks: Ranks) -> None:
@@ -157,9 +159,10 @@ class BaseLearner(Learner, ABC):
     def _park(self, room: int | None) -> None:
         """Move moments and master weights."""
 
-    @abstractmethod
-    def _constant(self) -> Iterable[torch.Tensor]:
+    def _constant(self) -> list[torch.Tensor]:
         """The weights of the model that an adapter changes; none where the whole model is trained."""
+        held = dict(self.network.named_parameters())
+        return [each for each in held.values() if not each.requires_grad] if any(map(is_adapter, held)) else []
 
     def leave(self) -> None:
         """Move them back, overlapped with work that does not need them."""

@@ -118,10 +118,6 @@ class MegatronLearner(BaseLearner):
         shares = checkpoint.shares(self.network, self.optimizer)
         self.parking.park((tensor for _, _, kinds in shares for tensor in kinds.values()), room)
 
-    def _constant(self) -> list[torch.Tensor]:
-        adapts = self.network.shape.lora is not None
-        return [held for held in self.network.parameters() if not held.requires_grad] if adapts else []
-
     def leave(self) -> None:
         """Move them back, overlapped with work that does not need them."""
         self.buffered.restore_grad_buffers(synchronize=self.groups.device.type == "cuda")  # synchronizes all streams

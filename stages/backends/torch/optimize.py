@@ -25,7 +25,6 @@ from pipeline.declare.ranks import Ranks
 from pipeline.declare.sharding import Microbatch, Update
 from stages.backends import Batch, Optimization
 from stages.backends.interface import part
-from stages.backends.model.adapters import is_adapter
 from stages.backends.model.sharded import is_divided, like, whole
 from stages.backends.model.weights import live_weights, load_weights, state
 from stages.backends.objective import MAXIMA
@@ -117,10 +116,6 @@ class TorchLearner(BaseLearner):
         masters = [master for name, master in self.masters.items() if master is not self.parameters[name]]
         states = (value for state in self.optimizer.state.values() for value in state.values())
         self.parking.park([*masters, *states], room)
-
-    def _constant(self) -> list[torch.Tensor]:
-        adapts = any(map(is_adapter, self.parameters))
-        return [held for held in self.network.parameters() if not held.requires_grad] if adapts else []
 
     def _files(self) -> Iterator[File]:
         """All ranks gather and rank 0 writes, so the files do not depend on the number of ranks."""
