@@ -55,10 +55,16 @@ def bytes_in_use(device: torch.device) -> int:
     return total - free
 
 
+def release_unused(device: torch.device) -> None:
+    """Return the blocks that torch's allocator keeps for later to the GPU, for other processes."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+
+
 def bytes_free(device: torch.device) -> int:
     """Free bytes of a GPU, after releasing this process's unused memory."""
-    torch.cuda.synchronize(device)
-    torch.cuda.empty_cache()
+    release_unused(device)
     return torch.cuda.mem_get_info(device)[0]
 
 

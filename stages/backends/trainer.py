@@ -32,7 +32,7 @@ from pipeline.declare.ranks import Ranks
 from pipeline.declare.sharding import Update
 from pipeline.errors import CheckpointError, Problem, naming, shown
 from pipeline.reading import BROKEN, check_files, reason
-from stages.backends.device import Parking, bytes_in_use, host_copy, sent
+from stages.backends.device import Parking, bytes_in_use, host_copy, release_unused, sent
 from stages.backends.interface import Batch, Learner, Optimization, Route
 from stages.backends.model.adapters import is_adapter
 from stages.backends.model.padding import pad_right
@@ -298,6 +298,8 @@ class BaseTrainer(Tokenizers, ABC):
         before_bytes = bytes_in_use(self.device)
         for learner in self._learners.values():
             learner.park(room)
+        if room is None:  # whoever starts beside it counts what is free
+            release_unused(self.device)
         return before_bytes, bytes_in_use(self.device)
 
     def wake(self) -> tuple[int, int]:
