@@ -16,7 +16,10 @@ from pipeline.foretell.loads import PROMPT, Assumed
 from pipeline.foretell.memory import GroupMemory, gib
 from pipeline.plan.plan import Plan
 
-WHEN = {"moved": "on the host in other turns", "dropped": "freed in other turns", "always": "", "task": ""}
+WHEN = {
+    "moved": "on the host in other turns", "dropped": "freed in other turns", "spare": "given up if needed",
+    "always": "", "task": "",
+}  # fmt: skip
 WORDS = {"prompt": r"[1-9]\d{0,8}", "mean": r"[1-9]\d{0,8}", "kernels": "fused|plain"}  # what may be assumed
 
 

@@ -99,12 +99,13 @@ class GpuPart(msgspec.Struct, frozen=True, kw_only=True):
     """Memory on each GPU of a worker group. Stages of a group that name the same part share it.
 
     when   "always"; "dropped" or "moved": while other groups compute on the same GPU it is freed, or on the host;
-           "task": only while a task of the stage runs
+           "task": only while a task of the stage runs; "spare": an allocator holds it then, and gives it up if the
+           room is needed
     """
 
     name: str
     size_bytes: float
-    when: Literal["always", "dropped", "moved", "task"] = "always"
+    when: Literal["always", "dropped", "moved", "task", "spare"] = "always"
 
 
 @runtime_checkable

@@ -16,11 +16,13 @@ from pipeline.foretell.gpu import Gpu
 from pipeline.foretell.loads import AssumedLengths
 
 USABLE = 0.98  # of a GPU: the rest is lost to fragments
+PASSING = ("task", "spare")
 
 
 class GroupMemory(msgspec.Struct, frozen=True, kw_only=True):
     """Memory of a worker group on one GPU. `held` stays between tasks; `passing` is by stage, while a task runs.
 
+    gpu_bytes     of the GPU
     beside_bytes  what groups on the same GPUs keep meanwhile
     fits          what to write so that a stage's tasks fit on the GPU, by stage
     unknown       stages whose memory is not known
@@ -29,6 +31,7 @@ class GroupMemory(msgspec.Struct, frozen=True, kw_only=True):
     group: WorkerGroup
     held: Sequence[GpuPart]
     passing: Mapping[str, Sequence[GpuPart]]
+    gpu_bytes: float
     beside_bytes: float = 0.0
     fits: Mapping[str, str] = {}
     unknown: Sequence[str] = ()
@@ -41,7 +44,7 @@ class GroupMemory(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def largest(self) -> str:
         """The stage whose tasks take most; "" if none takes any."""
-        return max(self.passing, key=lambda name: _sum(self.passing[name]), default="")
+        return max(self.passing, key=lambda name: _sum(_needed(self.passing[name])), default="")
 
     @property
     def before_bytes(self) -> float:
@@ -49,13 +52,23 @@ class GroupMemory(msgspec.Struct, frozen=True, kw_only=True):
         return self.beside_bytes + _sum(self.held)
 
     @property
+    def needed_bytes(self) -> float:
+        """The bytes of a GPU without which this group's tasks do not run."""
+        return self.before_bytes + _sum(_needed(self.passing.get(self.largest, ())))
+
+    @property
     def peak_bytes(self) -> float:
         """The most bytes in use on a GPU in this group's turn."""
-        return self.before_bytes + _sum(self.passing.get(self.largest, ()))
+        spare = _sum(self.passing.get(self.largest, ())) - _sum(_needed(self.passing.get(self.largest, ())))
+        return self.needed_bytes + min(spare, max(0.0, USABLE * self.gpu_bytes - self.needed_bytes))
 
 
-def _sum(parts: Sequence[GpuPart]) -> float:
+def _sum(parts: Iterable[GpuPart]) -> float:
     return sum(part.size_bytes for part in parts)
+
+
+def _needed(parts: Iterable[GpuPart]) -> list[GpuPart]:
+    return [part for part in parts if part.when != "spare"]
 
 
 def memory(graph: Graph, lengths: AssumedLengths, gpu: Gpu) -> dict[str, GroupMemory]:
@@ -89,10 +102,12 @@ def _group(graph: Graph, load: Load) -> GroupMemory:
             if parts is None:
                 unknown.append(stage.name)
                 continue
-            held |= {part.name: part for part in parts if part.when != "task"}
-            if own := [part for part in parts if part.when == "task"]:
+            held |= {part.name: part for part in parts if part.when not in PASSING}
+            if own := [part for part in parts if part.when in PASSING]:
                 passing[stage.name] = own
-    return GroupMemory(group=load.group, held=list(held.values()), passing=passing, unknown=unknown)
+    return GroupMemory(
+        group=load.group, held=list(held.values()), passing=passing, gpu_bytes=load.gpu_bytes, unknown=unknown
+    )
 
 
 def memory_problems(
@@ -105,19 +120,19 @@ def memory_problems(
         own = [stage for stage in graph.all_stages() if one.group.name in {group.name for group in stage.groups()}]
         if no_cache := [problem for stage in own for problem in _no_cache(stage, one, load)]:
             yield from no_cache
-        elif one.peak_bytes > USABLE * gpu.memory_bytes:
+        elif one.needed_bytes > USABLE * gpu.memory_bytes:
             yield _too_much(one, next((stage for stage in own if stage.name == one.largest), None), gpu)
 
 
 def _too_much(one: GroupMemory, stage: Stage | None, gpu: Gpu) -> Problem:
     fix = one.fits.get(one.largest, "")
-    parts = [*one.held, *one.passing.get(one.largest, ())]
+    parts = [*one.held, *_needed(one.passing.get(one.largest, ()))]
     largest = sorted(parts, key=lambda part: -part.size_bytes)[:3]
     listed = ", ".join(f"{part.name} {gib(part.size_bytes)}" for part in largest)
     beside = f", beside {gib(one.beside_bytes)} of other worker groups" if one.beside_bytes else ""
     return Problem(
         where=str((stage or one.group).location),
-        what=f"worker group {one.group.name!r} needs {gib(one.peak_bytes)} of a GPU{beside}: {listed}",
+        what=f"worker group {one.group.name!r} needs {gib(one.needed_bytes)} of a GPU{beside}: {listed}",
         why=f"{gib(USABLE * gpu.memory_bytes)} of {gib(gpu.memory_bytes)} can be used",
         fix=f"{fix} in {stage.name!r}" if fix and stage else "more GPUs, with tensor_parallel or pipeline_parallel",
     )
@@ -141,7 +156,7 @@ def _why_no_cache(stage: Stage, one: GroupMemory, load: Load, work: Decoding) ->
     limit = f"at most {one.group.memory:g} of a GPU's {gib(load.gpu_bytes)}{beside}"
     if work.most_tokens > 0:
         return f"with its weights and buffers, the engine may have {limit}"
-    taken = _sum([part for part in memory_of(stage, load) or () if part.when != "task"])
+    taken = _sum([part for part in memory_of(stage, load) or () if part.when not in PASSING])
     alone = f"the engine's weights and buffers alone take {gib(taken)}" if taken else "the engine is too large"
     return f"{alone}, which leaves nothing of what it may have: {limit}"
 

@@ -23,8 +23,10 @@ from stages.forecast.shape import HALF, SINGLE, Divided, divided
 
 OPTIMIZER = 3 * SINGLE  # bytes per weight: a float32 master weight and two moments
 UPDATED = 2 * OPTIMIZER + SINGLE + HALF  # bytes per weight that an update reads and writes
-CONTEXT_BYTES = 0.9 * 2**30  # CUDA and libraries; as CACHED, from "learner asleep" in gpu.step.colocated.h200 and .4B
-CACHED = HALF  # bytes per weight that torch's allocator holds and does not use
+CONTEXT_BYTES = 0.9 * 2**30  # CUDA and libraries; from "learner asleep" in gpu.step.colocated.h200 and .4B
+# What torch's allocator holds while rows are trained, and does not use: bytes per weight, and per number of a row's
+# logits, whose blocks differ from row to row. From the most memory in use in gpu.step.apart.sync and .4B.
+CACHED, CACHED_LOGITS = HALF, SINGLE
 WORKSPACE_BYTES = 0.65 * 2**30  # during a pass; from the peaks of gpu.update.*.json
 ROUND = 64  # tokens
 Microbatch: TypeAlias = int | Dynamic | Packed
@@ -86,16 +88,23 @@ class Passes:
         """Return what a pass takes on a rank while it runs."""
         tokens = self._tokens(load)
         size = tokens * self._token_bytes(load)
-        return [
+        parts = [
             GpuPart(name=f"activations and logits of {tokens:,} tokens", size_bytes=size, when="task"),
             GpuPart(name="workspace", size_bytes=WORKSPACE_BYTES, when="task"),
         ]
+        if self.training:
+            part = divided(self.model, load.group)
+            logits = tokens * part.shape.vocab / part.tensor / part.context
+            spare = self._cached_bytes(load) + CACHED_LOGITS * logits
+            parts.append(GpuPart(name="cached by the allocator", size_bytes=spare, when="spare"))
+        return parts
 
     def largest_row(self, load: Load, room_bytes: float) -> int:
         """Return the most tokens of a packed row whose pass takes at most `room_bytes` of a GPU, of whole samples if
         rows hold nothing else; 0 if not even the longest sample fits."""
         longest = load.prompt + load.longest
-        most = max(0, int((room_bytes - WORKSPACE_BYTES) / self._token_bytes(load)))
+        room_bytes -= WORKSPACE_BYTES + self._cached_bytes(load)  # what is cached is given up, but that takes time
+        most = max(0, int(room_bytes / self._token_bytes(load)))
         return most // longest * longest if self._whole(load) or most < longest else most // ROUND * ROUND
 
     def fitting(self, load: Load, room_bytes: float) -> str:
@@ -151,6 +160,9 @@ class Passes:
         return all(length == load.longest for length in load.responses) and not (
             self.sharding.shares and spared > count / 20
         )
+
+    def _cached_bytes(self, load: Load) -> float:
+        return CACHED * divided(self.model, load.group).weights if self.training else 0.0
 
     def _token_bytes(self, load: Load) -> float:
         """Return the bytes of activations and logits per token of a pass. The first stage of a pipeline of p keeps p
@@ -232,7 +244,6 @@ def held(model: Model, load: Load, *, trains: bool) -> list[GpuPart]:
     if trains:
         parts += [
             GpuPart(name="master weights and moments", size_bytes=OPTIMIZER * trained / shares),
-            GpuPart(name="cached by the allocator", size_bytes=CACHED * weights),
             GpuPart(name="gradients", size_bytes=SINGLE * trained, when="dropped"),
         ]
         if model.lora:

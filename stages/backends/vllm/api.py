@@ -414,15 +414,23 @@ def add_adapter(
     if len(manager) >= manager.capacity:
         raise RuntimeError(f"{len(manager)} adapters are in use")
     helper = PEFTHelper(r=rank, lora_alpha=rank, target_modules="all-linear")
-    renamed = getattr(manager.model, "hf_to_vllm_mapper", None)
     added = LoRAModel.from_lora_tensors(
         number, tensors, helper, device=str(device), dtype=manager.lora_config.lora_dtype,
-        weights_mapper=renamed and getattr(renamed, "get_rename_mapper", lambda: renamed)(),
+        weights_mapper=_renames(getattr(manager.model, "hf_to_vllm_mapper", None)),
     )  # fmt: skip
     manager.add_adapter(added)
     if ignored := sorted(added.loras.keys() - manager.modules.keys()):
         raise RuntimeError(f"vLLM has no adapter for {ignored[0]}, nor for {len(ignored) - 1} other layers")
     manager.activate_adapter(number)
+
+
+def _renames(mapper: Any) -> Any:
+    """What a model's mapper of names changes but for joining layers, such as q_proj, k_proj and v_proj: an adapter has
+    one part for each. vLLM 0.26 has another name for it."""
+    for name in ("get_rename_mapper", "get_unstacked_mapper"):
+        if hasattr(mapper, name):
+            return getattr(mapper, name)()
+    return mapper
 
 
 async def bytes_in_use(llm: AsyncLLM) -> int:
