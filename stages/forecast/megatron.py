@@ -94,16 +94,18 @@ class Passes:
         ]
         if self.training:
             part = divided(self.model, load.group)
-            logits = tokens * part.shape.vocab / part.tensor / part.context
-            spare = self._cached_bytes(load) + CACHED_LOGITS * logits
-            parts.append(GpuPart(name="cached by the allocator", size_bytes=spare, when="spare"))
+            spare = CACHED_LOGITS * tokens * part.shape.vocab / part.tensor / part.context
+            parts += [
+                GpuPart(name="cached by the allocator", size_bytes=self._cached_bytes(load), when="task"),
+                GpuPart(name="logits of other rows, cached", size_bytes=spare, when="spare"),
+            ]
         return parts
 
     def largest_row(self, load: Load, room_bytes: float) -> int:
         """Return the most tokens of a packed row whose pass takes at most `room_bytes` of a GPU, of whole samples if
         rows hold nothing else; 0 if not even the longest sample fits."""
         longest = load.prompt + load.longest
-        room_bytes -= WORKSPACE_BYTES + self._cached_bytes(load)  # what is cached is given up, but that takes time
+        room_bytes -= WORKSPACE_BYTES + self._cached_bytes(load)
         most = max(0, int(room_bytes / self._token_bytes(load)))
         return most // longest * longest if self._whole(load) or most < longest else most // ROUND * ROUND
 
@@ -162,6 +164,7 @@ class Passes:
         )
 
     def _cached_bytes(self, load: Load) -> float:
+        """What the allocator would give up too, but a row that leaves no room for it waits for that each time."""
         return CACHED * divided(self.model, load.group).weights if self.training else 0.0
 
     def _token_bytes(self, load: Load) -> float:

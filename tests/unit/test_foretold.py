@@ -115,7 +115,7 @@ def test_every_rate_has_a_source():
 def test_steps_of_kept_runs_are_foretold_within_a_quarter():
     """0.6B and 4B, colocated and apart, on H200 and H100, with fused kernels and without."""
     rows = [row for row in foretold.seconds() if not row["fitted"]]
-    assert len([row for row in rows if row["figure"] == "step s"]) == 15
+    assert len([row for row in rows if row["figure"] == "step s"]) == 17
     assert [row for row in rows if abs(row["error %"]) > 25] == []
 
 
@@ -310,8 +310,8 @@ def test_recomputed_activations_take_time_and_leave_memory():
     assert some - plain == pytest.approx(2 * 256 * 1030 * 28 * 2 * 1024 * 3072, rel=0.01)
     sizes = [sum(part.size_bytes for part in one.memory(load) if part.when == "task") for one in (stage, mlp, again)]
     assert sizes[2] < 0.5 * sizes[0] and sizes[2] < sizes[1] < 0.75 * sizes[0]
-    assert stage.fitting(load, 2.0e9).startswith("checkpoint_activations='mlp', microbatch=Packed(")
-    assert stage.fitting(load, 1.6e9).startswith("checkpoint_activations=True, microbatch=Packed(")
+    assert stage.fitting(load, 3.2e9).startswith("checkpoint_activations='mlp', microbatch=Packed(")
+    assert stage.fitting(load, 2.8e9).startswith("checkpoint_activations=True, microbatch=Packed(")
 
 
 def test_running_ahead_hides_the_shorter_engine():
@@ -455,11 +455,11 @@ def test_an_engine_that_leaves_nothing_for_its_cache_says_so():
 
 
 def test_no_less_than_nothing_is_left_for_a_cache_beside_groups_that_fill_the_gpu():
-    found = made(described(model="8B", colocated=True))
-    assert found.memory["sampler"].beside_bytes > table("h200").memory_bytes * 0.98
+    found = made(described(model="8B", colocated=True), "h100")
+    assert found.memory["sampler"].beside_bytes > table("h100").memory_bytes * 0.98
     (told,) = (problem for problem in found.problems if "the cache of" in problem.what)
     assert told.why.startswith("the engine's weights and buffers alone take 20.3 GiB") and "-" not in told.why
-    assert told.why.endswith(" at most 0.85 of a GPU's 139.8 GiB, beside 138.2 GiB of other worker groups")
+    assert told.why.endswith(" at most 0.85 of a GPU's 79.1 GiB, beside 122.9 GiB of other worker groups")
 
 
 # The commands.
