@@ -22,7 +22,7 @@ from pipeline.declare.task import Rendezvous
 from pipeline.declare.work import GpuPart, GpuWork, Load
 from pipeline.errors import Problem, counted, shown
 from stages.backends import Route, ServedWeights, asked, backend_problems, engine, is_installed, model_problems
-from stages.forecast.shape import divided
+from stages.forecast.shape import HALF, divided
 from stages.vocabulary import SERVED_WEIGHTS, TRAINED_WEIGHTS
 
 if TYPE_CHECKING:
@@ -191,7 +191,7 @@ class Refit(Stage):
         """The weights of the most loaded receiver, read and moved once; None unless both sides have GPUs."""
         if not self._between_gpus():
             return None
-        size = divided(self.model, self.target).size_bytes(self.target.weights)
+        size = self._sent_bytes(self.target)
         return GpuWork(kind=f"refit.{'shared' if self._share_gpus() else 'apart'}", moved_bytes=size, passes=1)
 
     def memory(self, load: Load) -> Sequence[GpuPart]:
@@ -199,8 +199,13 @@ class Refit(Stage):
         name, receives = self.path(is_near=True).name, load.group.name == self.target.name
         copies = _COPIES.get(name, _COPIES["golden"])[receives]
         copies += self.target.weights != "auto" and not receives  # what the source quantizes, before it is copied
-        size = divided(self.model, load.group).size_bytes(self.target.weights) * copies
+        size = self._sent_bytes(load.group) * copies
         return [GpuPart(name="copy for refits", size_bytes=size)] if size else []
+
+    def _sent_bytes(self, group: WorkerGroup) -> float:
+        """Bytes of a version on the fullest rank of a side: of the weights, or of an adapter."""
+        part = divided(self.model, group)
+        return HALF * part.trained_by(self.model) if self.model.lora else part.size_bytes(self.target.weights)
 
     def fitting(self, load: Load, room_bytes: float) -> str:
         """Nothing: it has no part that lasts for a task."""

@@ -240,9 +240,10 @@ def held(model: Model, load: Load, *, trains: bool) -> list[GpuPart]:
     part = divided(model, load.group)
     weights, trained = part.weights, part.trained_by(model)
     shares = load.ranks * load.group.context_parallel  # of the distributed optimizer
+    frozen = model.lora is not None  # a trainer that sleeps moves what it does not send
     parts = [
         GpuPart(name="CUDA", size_bytes=CONTEXT_BYTES),
-        GpuPart(name=f"weights of {model.source}", size_bytes=HALF * weights),
+        GpuPart(name=f"weights of {model.source}", size_bytes=HALF * weights, when="moved" if frozen else "always"),
     ]
     if trains:
         parts += [

@@ -297,6 +297,19 @@ def test_an_adapter_takes_two_products_per_weight_and_room_for_itself():
     trained = 28 * 16 * inputs_and_outputs
     assert (sizes[1]["gradients"], sizes[1]["master weights and moments"]) == (4 * trained, 12 * trained)
     assert sizes[1]["weights of 0.6B"] == sizes[0]["weights of 0.6B"] and sizes[1]["adapter"] == 2 * trained
+    refit = dataclasses.replace(graph.stages[-1], model=adapter.model)
+    assert [part.size_bytes for part in refit.memory(load)] == [2 * trained] and refit.work(
+        load
+    ).moved_bytes == 2 * trained
+
+
+def test_a_trainer_of_an_adapter_leaves_the_sampler_all_but_the_adapter():
+    whole = described(model="8B", colocated=True)
+    policy = dataclasses.replace(whole.stages[0].model, lora=LoRA(rank=16))
+    stages = [dataclasses.replace(one, model=policy) if hasattr(one, "model") else one for one in whole.stages]
+    found = made(dataclasses.replace(whole, stages=tuple(stages)))
+    assert found.problems == () and found.memory["sampler"].beside_bytes < 3 * 2**30
+    assert found.recording.durations.costs.turn_s["learner"] > 0.2  # 16 GB come back from the host
 
 
 def test_recomputed_activations_take_time_and_leave_memory():
