@@ -17,6 +17,7 @@ import argparse
 import json
 from dataclasses import dataclass
 from itertools import product
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +134,13 @@ def bounds() -> list[dict[str, Any]]:
         plan = build(source, destination)
         busiest = max(plan.received.max(), plan.sent.max()) / 1e9
         rows.append(
-            {"what": f"bound, {name}", "predicted ms": round(1e3 * busiest / CARD_GB_S), "published s": published}
+            {
+                "what": f"bound, {name}",
+                "model GB": round(sum(one.item_bytes * prod(one.shape) for one in source.tensors.values()) / 1e9, 1),
+                "busiest card GB": round(busiest, 1),
+                "predicted ms": round(1e3 * busiest / CARD_GB_S),
+                "published s": published,
+            }
         )
     return rows
 
@@ -145,7 +152,16 @@ def main() -> None:
     options = parser.parse_args()
     rows = compared(json.loads(options.measured.read_text())) + bounds()
     worst = max(abs(row["error %"]) for row in rows if row.get("within 15 %") in ("yes", "NO"))
-    columns = ["what", "predicted ms", "measured ms", "error %", "within 15 %", "published s"]
+    columns = [
+        "what",
+        "model GB",
+        "busiest card GB",
+        "predicted ms",
+        "measured ms",
+        "error %",
+        "within 15 %",
+        "published s",
+    ]
     notes = f"Fitted to {FITTED}; the largest prediction error is {worst} %. Bounds: {CARD_GB_S:g} GB/s per card."
     report("refit_model", rows, columns, notes, options.out)
 
