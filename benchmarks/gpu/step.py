@@ -60,7 +60,7 @@ from stages import (
 from stages.tasks import Generated
 from stages.train import PREVS
 
-LOG_LINES = 80  # of each worker, if a run fails
+LOG_LINES = 400  # of each worker, if a run fails
 ENGINES = ("rollout", "prev_logprobs", "ref_logprobs", "train")
 
 
@@ -238,9 +238,8 @@ def run(
         return
     except SluiceError:  # the folder goes with this process
         for log in sorted((folder / "logs").glob("*.log")):
-            print(
-                f"-- {log.name}", *log.read_text(errors="replace").splitlines()[-LOG_LINES:], sep="\n", file=sys.stderr
-            )
+            lines = [line for line in log.read_text(errors="replace").splitlines() if not line.endswith("it/s]")]
+            print(f"-- {log.name}", *lines[-LOG_LINES:], sep="\n", file=sys.stderr)
         raise
 
 
