@@ -109,19 +109,17 @@ def test_weights_are_those_of_a_run_that_was_not_stopped(tmp_path, undisturbed):
     assert weights(execute(QUICKSTART, FLAGS, tmp_path / "run", start=behind), 8) == undisturbed
 
 
-def launched(*words: str, forked: bool = True, **options: Any) -> subprocess.Popen[str]:
-    """Start the command, forked from a process that has imported what it needs, or as a user does."""
-    if forked:
-        return Command(*words, cwd=ROOT, env=ENVIRONMENT | FORKS, text=True, **options)
-    return subprocess.Popen([sys.executable, *words], cwd=ROOT, env=ENVIRONMENT, text=True, **options)
+def launched(*words: str, **options: Any) -> subprocess.Popen[str]:
+    """Start a command."""
+    return Command(*words, cwd=ROOT, env=ENVIRONMENT | FORKS, text=True, **options)
 
 
 def started(
-    folder: Path, *flags: str, steps: int = 3, run: tuple[str, ...] = COMMAND, forked: bool = True
+    folder: Path, *flags: str, steps: int = 3, run: tuple[str, ...] = COMMAND
 ) -> tuple[subprocess.Popen[str], RunDir]:
     """Return the command as a process of its own, once its first steps are done."""
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "start_new_session": True}
-    process = launched(*run, "--run-dir", str(folder), *flags, forked=forked, **options)
+    process = launched(*run, "--run-dir", str(folder), *flags, **options)
     run_dir, deadline_s = RunDir(folder), time.monotonic() + 120
     while not run_dir.metrics.is_file() or run_dir.metrics.read_bytes().count(b"\n") < steps:
         assert process.poll() is None, process.communicate()
@@ -136,7 +134,7 @@ def started(
 @pytest.mark.usefixtures("signals_are_not_ignored")
 def test_the_command_ends_with_143_and_can_be_resumed(tmp_path, executor, number):
     flags = ("--executor", executor, "--batch", "4", "--token-s", "0.005", "--learn-s", "0.05", "--max-staleness", "1")
-    process, run_dir = started(tmp_path / "run", *flags, "--steps", "10000", forked=executor == "local")
+    process, run_dir = started(tmp_path / "run", *flags, "--steps", "10000")
     session = session_of(process.pid)
     os.killpg(process.pid, number)  # as `timeout`, SLURM and a closed terminal do
     _, told = process.communicate(timeout=240)
