@@ -20,6 +20,7 @@ from pipeline.executors.turns import Turns
 from pipeline.plan.planner import plan
 from pipeline.record import trace
 from pipeline.rundir import RunDir
+from tests.forked import FORKS
 
 HERE = Path(__file__).parent
 
@@ -179,7 +180,7 @@ def test_a_run_joins_a_cluster_of_two_nodes_and_brings_the_graphs_code_along(tmp
         capture_output=True,
         text=True,
         timeout=150,
-        env=os.environ | {"PYTHONPATH": str(HERE.parents[1])},
+        env=os.environ | {"PYTHONPATH": str(HERE.parents[1])} | FORKS,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     seen = msgspec.json.decode(done.stdout.splitlines()[-1])
