@@ -219,7 +219,7 @@ THREATS = (
         "folders and files are private, and no variable of the environment is recorded",
         (
             "integration/test_private_runs.py::test_others_can_read_nothing_of_a_run",
-            "integration/test_ray_runs.py::test_workers_import_what_the_driver_does_and_no_secret_is_recorded",
+            "integration/test_collisions_ray.py::test_workers_import_what_the_driver_does_and_no_secret_is_recorded",
             "unit/test_mirror.py::test_an_address_that_cannot_be_used_is_refused_before_anything_starts",
         ),
     ),

@@ -2,7 +2,7 @@
 
 Two senders and two receivers execute every pair of layouts of every family, with every transport, for two versions.
 The memory of a receiver is compared with what vLLM's own loader would produce from the same folder. FOLDER/RANK.json
-lists the differences by case and transport.
+lists the differences by case and transport. With a fourth argument, the pairs that only the search has.
 """
 
 import json
@@ -38,10 +38,16 @@ ONCE = {  # trained in one layout; test_refit_places has all of them
     "nemotron_h": "TP2",
     "nemotron_h, 1 group": "PP2",
 }
+IN_SUITE = {"qwen2": "PP2", "qwen3": "DP2"}  # in other layouts only when searched: llama has all of them
 CASES = [
     (family, training, serving)
     for family, training, serving in product(FAMILIES, TRAINED, SERVED)
-    if fits(family, training) and ONCE.get(family, training) == training
+    if fits(family, training) and (ONCE | IN_SUITE).get(family, training) == training
+]
+SEARCHED = [
+    (family, training, serving)
+    for family, training, serving in product(IN_SUITE, TRAINED, SERVED)
+    if fits(family, training) and IN_SUITE[family] != training
 ]
 TRANSPORTS = ("pull", "pull of bytes", "golden", "gloo", "broadcast")
 CPU, POISON = torch.device("cpu"), 0xEE
@@ -143,7 +149,7 @@ def differing(held: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> lis
 
 def main() -> None:
     rank = Rank(int(sys.argv[1]), int(sys.argv[2]))
-    found = {" ".join(case): rank.carry(*case) for case in CASES}
+    found = {" ".join(case): rank.carry(*case) for case in (SEARCHED if sys.argv[4:] else CASES)}
     (Path(sys.argv[3]) / f"{rank.rank}.json").write_text(json.dumps(found))
     dist.barrier()
 

@@ -7,6 +7,7 @@ import_fault("mine:open_mine", "context")     "has no open_mine in the module mi
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.util
 import inspect
 from collections.abc import Iterable, Iterator
@@ -76,10 +77,9 @@ def import_fault(given: str, parameters: str) -> str:
     if not (spec.origin or "").endswith(".py"):
         return ""
     try:
-        tree = ast.parse(Path(str(spec.origin)).read_bytes())
+        nodes = _top_names(Path(str(spec.origin)).read_bytes())
     except SyntaxError as error:
         return f"names the module {module}, which has a syntax error in line {error.lineno}"
-    nodes = {each: node for node in statements(tree.body) for each in bound(node)}
     if name not in nodes:
         return "" if {"*", "__getattr__"} & nodes.keys() else f"names {name}, which the module {module} does not have"
     match nodes[name]:
@@ -88,6 +88,12 @@ def import_fault(given: str, parameters: str) -> str:
         case ast.FunctionDef(args=taken, decorator_list=[]) if not fits(taken, len(parameters.split(", "))):
             return f"names a function that does not take ({parameters})"
     return ""
+
+
+@functools.lru_cache(16)
+def _top_names(source: bytes) -> dict[str, ast.stmt]:
+    """Return what binds each name of a module. A plan asks for the same few modules again and again."""
+    return {each: node for node in statements(ast.parse(source).body) for each in bound(node)}
 
 
 def statements(body: Iterable[ast.AST]) -> Iterator[ast.stmt]:

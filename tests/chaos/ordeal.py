@@ -18,9 +18,11 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from pipeline.rundir import RunDir
 from tests.chaos.faults import FAULTS, Fault, Scene, chosen, command_of
+from tests.forked import FORKS, Command
 from tests.journal.checker import check
 from tests.sessions import session_of, wait_until_empty
 
@@ -69,6 +71,8 @@ class Ordeal:
     most: int = 6  # faults
     steps: int = 12
     told: bool = False
+    forked: bool = False
+    "Whether the processes of the run come from one that has imported torch, and start sooner."
     blows: list[Blow] = field(default_factory=list)
     sessions: set[int] = field(default_factory=set)
 
@@ -100,14 +104,16 @@ class Ordeal:
 
     def _process(self, resume: bool, *, calm: bool) -> tuple[int, str]:
         """Run the command once, with faults unless `calm`. Returns its exit code and what it said."""
-        command = [sys.executable, "-c", COMMAND, str(GRAPH), "--steps", str(self.steps), "--plain"]
+        command = ["-c", COMMAND, str(GRAPH), "--steps", str(self.steps), "--plain"]
         command += ["--executor", self.executor, "--run-dir", str(self.folder), *(["--resume"] if resume else [])]
         environment = os.environ | {"PYTHONPATH": with_root(), "RAY_USAGE_STATS_ENABLED": "0"}
         with tempfile.TemporaryFile("w+") as stderr:  # not on the disk that is full at times
-            process = subprocess.Popen(
-                command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=stderr, text=True,
-                start_new_session=True,
-            )  # fmt: skip
+            options: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": stderr, "text": True, "cwd": ROOT}
+            options["start_new_session"] = True
+            if self.forked:
+                process: subprocess.Popen[str] = Command(*command, env=environment | FORKS, **options)
+            else:
+                process = subprocess.Popen([sys.executable, *command], env=environment, **options)
             scene = Scene(process, self._run_dir, self._rng, self.disk)
             try:
                 self._began = False
@@ -222,7 +228,7 @@ def digest(run_dir: RunDir, steps: int) -> str:
 
 def undisturbed(folder: Path, steps: int) -> str:
     """Return the digest of the weights of a run that nothing breaks."""
-    Ordeal(0, "local", folder, None, most=0, steps=steps).run()
+    Ordeal(0, "local", folder, None, most=0, steps=steps, forked=True).run()
     return digest(RunDir(folder), steps)
 
 

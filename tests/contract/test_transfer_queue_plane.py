@@ -22,6 +22,7 @@ from pipeline.data_plane.signed import sign_messages
 from pipeline.data_plane.transfer_queue import Settings, TransferQueuePlane, _check_address, environment
 from pipeline.declare.columns import Ragged
 from pipeline.declare.handle import sample_key
+from tests.forked import FORKS
 
 from .conftest import FIELDS, Store
 from .test_plane_contract import NAMES, assert_same, columns_of, keys_of
@@ -267,7 +268,7 @@ def test_a_slow_store_is_waited_for_and_a_lost_one_is_an_error_at_once(tmp_path)
     with told.open("w") as file:
         subprocess.run(
             [sys.executable, "-c", textwrap.dedent(LOST)], cwd=REPOSITORY, stdout=file, stderr=file, timeout=240,
-            env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(REPOSITORY), "HOME": "/tmp"},
+            env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(REPOSITORY), "HOME": "/tmp"} | FORKS,
         )  # fmt: skip
     said = told.read_text()
     lines = [line for line in said.splitlines() if "LOST" in line or "SLOW" in line or "closed" in line]

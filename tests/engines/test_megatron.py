@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +24,7 @@ from pipeline.errors import CheckpointError
 from stages import LoRA
 from stages.backends.model.decoder import Decoder, Dense, Grouped, Latent, Layer, Sparse
 from tests.drafts import write_checkpoint
+from tests.forked import Command
 from tests.optional import need
 from tests.parking import Late
 from tests.shares import weight_hash
@@ -148,9 +148,9 @@ def running(cases: Any, folder: Path) -> Iterator[Any]:
     logs = [folder / f"rank-{rank}.log" for rank in range(2)]
     started = []
     for rank, log in enumerate(logs):
-        command = [sys.executable, "-m", "tests.engines.megatron_cases", str(folder), str(rank), str(store.port)]
+        words = ("-m", "tests.engines.megatron_cases", str(folder), str(rank), str(store.port))
         with log.open("w") as file:
-            started.append(subprocess.Popen(command, cwd=REPOSITORY, stdout=file, stderr=subprocess.STDOUT))
+            started.append(Command(*words, cwd=REPOSITORY, stdout=file, stderr=subprocess.STDOUT))
     yield started, logs
     for process in started:
         process.kill()

@@ -94,7 +94,9 @@ def weights_in(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("arrow", ["TP2 -> DP2", "EP2 -> TP2", pytest.param("PP2 -> TP2", marks=pytest.mark.search)])
+@pytest.mark.parametrize(
+    "arrow", ["EP2 -> TP2", *(pytest.param(arrow, marks=pytest.mark.search) for arrow in ("TP2 -> DP2", "PP2 -> TP2"))]
+)
 def test_a_mapping_between_real_engines_delivers_the_trained_bytes(
     arrow: str, tmp_path: Path, ray_session: Any
 ) -> None:

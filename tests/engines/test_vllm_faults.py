@@ -30,7 +30,7 @@ versions = need("vllm", "stages.backends.vllm.api")
 psutil = need("vllm", "psutil")
 
 GROUPS = (0, 1, 2, 3)
-LONG = Sampling(max_tokens=300, greedy=True)  # greedy decoding loops up to max_tokens
+LONG = Sampling(max_tokens=100, greedy=True)  # greedy decoding loops up to max_tokens
 DEADLINE_S = 500.0  # for what hangs, so that threads end before pytest's own timeout
 POLL_S = 0.05
 

@@ -187,7 +187,7 @@ def test_two_tensor_parallel_ranks_divide_an_adapter_of_some_layers(
 @pytest.mark.parametrize(
     ("ranks", "groups", "lora"),
     [
-        (1, 1, LORAS[2]),
+        pytest.param(1, 1, LORAS[2], marks=pytest.mark.search),
         (2, 2, LORAS[2]),
         (2, 1, LoRA(rank=8, targets=("q_proj", "o_proj", "out_proj", "up_proj", "down_proj"))),
     ],

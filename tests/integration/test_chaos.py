@@ -28,7 +28,7 @@ def survived(folder: Path, weights: str, seed: int, most: int) -> set[str]:
     """The faults of a run that survived, on a small disk of its own if this user can have one."""
     (folder / "disk").mkdir()
     with small_disk(folder / "disk") as disk:
-        ordeal = Ordeal(seed, "local", (disk or folder) / "run", weights, disk, most=most, steps=STEPS)
+        ordeal = Ordeal(seed, "local", (disk or folder) / "run", weights, disk, most=most, steps=STEPS, forked=True)
         return {blow.fault.name for blow in ordeal.run()}
 
 
@@ -46,7 +46,7 @@ def test_a_local_run_survives_several_faults(tmp_path, weights, seed):
 
 @pytest.mark.parametrize(("seed", "most"), [(0, 1), *(pytest.param(i, 3, marks=pytest.mark.search) for i in range(9))])
 def test_a_run_on_ray_survives(tmp_path, weights, seed, most):
-    assert Ordeal(seed, "ray", tmp_path / "run", weights, most=most, steps=STEPS).run()
+    assert Ordeal(seed, "ray", tmp_path / "run", weights, most=most, steps=STEPS, forked=True).run()
 
 
 def test_a_seed_decides_the_faults_and_each_comes_up():
@@ -62,7 +62,7 @@ def test_a_seed_decides_the_faults_and_each_comes_up():
 def test_a_run_that_does_not_survive_is_said(tmp_path, monkeypatch):
     """Other weights, a hang, and a sample that is missing in the record."""
     with pytest.raises(OrdealError, match="other weights than those of an undisturbed run"):
-        Ordeal(1, "local", tmp_path / "run", "no digest", most=0, steps=STEPS).run()
+        Ordeal(1, "local", tmp_path / "run", "no digest", most=0, steps=STEPS, forked=True).run()
     events = tmp_path / "run/events.jsonl"
     lines = events.read_text().splitlines(keepends=True)
     events.write_text("".join(line for line in lines if '"trained"' not in line))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import msgspec
 import pytest
@@ -23,7 +24,7 @@ from pipeline.plan.planner import plan
 from pipeline.record import trace
 from pipeline.rundir import RunDir
 from pipeline.web import texts
-from stages import Advantage, Generated, Reward
+from stages import Advantage, Generated, Reward, Supervised
 from stages.vocabulary import (
     ADVANTAGE,
     PROMPT_IDS,
@@ -39,6 +40,22 @@ STEPS, SEED = 25, 2  # its warm start is short, and what it learns in these step
 @pytest.fixture(autouse=True)
 def one_thread():
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def warmed_up_once() -> Iterator[None]:
+    """The runs of this module begin with the same weights: a warm start is computed for the first of them only."""
+    run, kept = Supervised.run, {}
+
+    def once(described: Supervised, model: Any, tokenizer: Any, seed: int) -> None:
+        before = repr((described, seed, {name: float(held.double().sum()) for name, held in model.named_parameters()}))
+        if before not in kept:
+            run(described, model, tokenizer, seed)
+            kept[before] = {name: held.clone() for name, held in model.state_dict().items()}
+        model.load_state_dict(kept[before])
+
+    with patch.object(Supervised, "run", once):
+        yield
 
 
 def reverse(**changes: Any) -> Graph:

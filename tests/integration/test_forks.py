@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -17,6 +16,7 @@ from pipeline.forks import ENDED, Original, closed_in_copies
 from pipeline.record import trace
 from pipeline.rundir import RunDir
 from tests.errors.harness import REPOSITORY, live_text
+from tests.forked import Command
 
 WAIT_S = 30.0
 SCORE = """import os, subprocess, sys, time
@@ -27,9 +27,8 @@ def score(prompt: str, answer: str) -> float:
 
 
 """
-CLEAN = "a program without our environment"
 STARTS = {
-    CLEAN: "subprocess.Popen(['sleep', {seconds!r}], env={{'PATH': os.environ['PATH']}})",
+    "a program without our environment": "subprocess.Popen(['sleep', {seconds!r}], env={{'PATH': os.environ['PATH']}})",
     "a program": "subprocess.Popen(['sleep', {seconds!r}])",
     "a program of a shell": "subprocess.Popen('sleep {seconds} & :', shell=True).wait()",
     "a copy, and a copy of it": "os.fork() or (os.fork(), os.execvp('sleep', ['sleep', {seconds!r}]))",
@@ -39,10 +38,14 @@ STARTS = {
 def started(folder: Path, line: str = "pass", first: str = "") -> subprocess.Popen[str]:
     """Run a graph with this line in its reward, and these at its import."""
     (folder / "graph.py").write_text(live_text(SCORE.format(line) + first))
-    command = [sys.executable, "-m", "pipeline.run", "graph.py", "--executor", "local", "--run-dir", "run"]
-    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
-    return subprocess.Popen(
-        command, cwd=folder, env=environment, start_new_session=True, text=True,
+    return launched(folder)
+
+
+def launched(folder: Path) -> subprocess.Popen[str]:
+    """Run a graph file."""
+    return Command(
+        "-m", "pipeline.run", "graph.py", "--executor", "local", "--run-dir", "run",
+        cwd=folder, env=os.environ | {"PYTHONPATH": str(REPOSITORY)}, start_new_session=True, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
 
@@ -64,55 +67,54 @@ def wait_for(number: int, seconds: str) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize(
-    ("how", "copies"),  # of two steps of four samples; a copy that returns scores the rest of its step, with copies
-    [("return 1.0", 2 * (2**4 - 1)), ("sys.exit(3)", 2 * 4), ("raise ValueError('of a copy')", 2 * 4)],
-)
-def test_a_copy_that_comes_back_from_user_code_ends_and_the_run_goes_on(tmp_path, how, copies):
-    process = started(tmp_path, f"if os.fork() == 0: {how}")
+def test_a_copy_that_comes_back_from_user_code_ends_and_the_run_goes_on(tmp_path):
+    """It exits, raises, or returns, and then scores the rest of its step, with copies."""
+    copies = ("sys.exit(3)", "raise ValueError('of a copy')", "return 1.0")
+    process = started(tmp_path, "\n    ".join(f"if os.fork() == 0: {how}" for how in copies))
     out, err = process.communicate(timeout=WAIT_S)
     assert process.returncode == 0, err
     said = [line for line in err.splitlines() if "which 'reward' forked, came back from its code" in line]
-    assert len(said) == copies and said == err.splitlines()
+    assert len(said) == 2 * len(copies) * (2**4 - 1)  # two steps of four samples
+    assert said == err.splitlines()
     run = RunDir(tmp_path / "run")
     assert [event.step for _, event in trace.read(run.events) if isinstance(event, trace.StepEnded)] == [0, 1]
     assert out.count("step 2/2") == 1
 
 
-@pytest.mark.parametrize("starts", STARTS)
-def test_what_user_code_has_started_ends_with_the_run(tmp_path, starts):
-    seconds = f"{3000 + os.getpid() / 1e7 + list(STARTS).index(starts) / 1e3}"
-    process = started(tmp_path, STARTS[starts].format(seconds=seconds))
-    _, err = process.communicate(timeout=WAIT_S)
-    assert process.returncode == 0, err
-    wait_for(0, seconds)
+def all_starts(first: int) -> tuple[str, list[str]]:
+    """Return a line of code that starts all these processes, and the argument of each one's `sleep`."""
+    seconds = [f"{first + os.getpid() / 1e7 + number / 1e3}" for number in range(len(STARTS))]
+    return "; ".join(line.format(seconds=s) for line, s in zip(STARTS.values(), seconds, strict=True)), seconds
 
 
-@pytest.mark.parametrize("starts", STARTS)
-def test_and_with_a_run_that_is_killed(tmp_path, starts):
-    seconds = f"{4000 + os.getpid() / 1e7 + list(STARTS).index(starts) / 1e3}"
-    process = started(tmp_path, f"{STARTS[starts].format(seconds=seconds)}; time.sleep(600)")
-    wait_for(1, seconds)
-    if starts == CLEAN:
-        time.sleep(3 * POLL_S)  # the watcher knows it only by having seen it
-    process.kill()
-    process.communicate(timeout=WAIT_S)
-    wait_for(0, seconds)
-    assert not running(seconds)
-
-
-def test_a_service_in_a_session_of_its_own_stays(tmp_path):
-    seconds = f"{5000 + os.getpid() / 1e7}"
+def test_what_user_code_has_started_ends_with_the_run_and_a_service_in_a_session_of_its_own_stays(tmp_path):
+    line, seconds = all_starts(3000)
+    service = f"{5000 + os.getpid() / 1e7}"
     quiet = "stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL"
-    line = f"subprocess.Popen(['sleep', '{seconds}'], {quiet}, start_new_session=True)"
+    line = f"subprocess.Popen(['sleep', '{service}'], {quiet}, start_new_session=True); {line}"
     process = started(tmp_path, line)
     _, err = process.communicate(timeout=WAIT_S)
     assert process.returncode == 0, err
+    for each in seconds:
+        wait_for(0, each)
     time.sleep(4 * POLL_S)  # the watcher has seen the end
-    left = running(seconds)
+    left = running(service)
     for pid in left:
         os.kill(pid, signal.SIGKILL)
     assert len(left) == 8
+
+
+def test_and_with_a_run_that_is_killed(tmp_path):
+    line, seconds = all_starts(4000)
+    process = started(tmp_path, f"{line}; time.sleep(600)")
+    for each in seconds:
+        wait_for(1, each)
+    time.sleep(3 * POLL_S)  # the watcher knows the one without our environment only by having seen it
+    process.kill()
+    process.communicate(timeout=WAIT_S)
+    for each in seconds:
+        wait_for(0, each)
+    assert not any(map(running, seconds))
 
 
 def test_what_the_graph_file_starts_ends_with_the_run_and_a_copy_of_it_runs_nothing(tmp_path):
@@ -124,18 +126,16 @@ def test_what_the_graph_file_starts_ends_with_the_run_and_a_copy_of_it_runs_noth
     wait_for(0, seconds)
 
 
-ENDED_BY_ITS_PARENT = {
-    "a process": "p = multiprocessing.get_context('fork').Process(target=spin); p.start(); time.sleep(0.1); "
-    "p.terminate(); p.join()",
-    "a pool": "pool = multiprocessing.get_context('fork').Pool(1); pool.apply_async(spin); time.sleep(0.1); "
+ENDED_BY_ITS_PARENT = (  # a process, and a pool
+    "p = multiprocessing.get_context('fork').Process(target=spin); p.start(); time.sleep(0.1); p.terminate(); p.join()",
+    "pool = multiprocessing.get_context('fork').Pool(1); pool.apply_async(spin); time.sleep(0.1); "
     "pool.terminate(); pool.join()",
-}
+)
 
 
-@pytest.mark.parametrize("copy", ENDED_BY_ITS_PARENT)
-def test_a_signal_to_a_copy_ends_it_and_is_not_one_to_the_run(tmp_path, copy):
+def test_a_signal_to_a_copy_ends_it_and_is_not_one_to_the_run(tmp_path):
     first = "import multiprocessing\n\ndef spin():\n    while True:\n        pass\n\n\n"
-    process = started(tmp_path, ENDED_BY_ITS_PARENT[copy], first)
+    process = started(tmp_path, "; ".join(ENDED_BY_ITS_PARENT), first)
     _, err = process.communicate(timeout=WAIT_S)
     assert (process.returncode, err) == (0, "")
 
@@ -144,13 +144,10 @@ def test_a_copy_of_what_saves_a_state_writes_nothing(tmp_path):
     saves = "def save(self, folder):"
     text = live_text(SCORE.format("pass")).replace(saves, f"{saves}\n        os.fork()")
     (tmp_path / "graph.py").write_text(text)
-    command = [sys.executable, "-m", "pipeline.run", "graph.py", "--executor", "local", "--run-dir", "run"]
-    done = subprocess.run(
-        command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(REPOSITORY)}, capture_output=True, text=True,
-        timeout=WAIT_S, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert all("which 'count' forked, came back" in line for line in done.stderr.splitlines())
+    process = launched(tmp_path)
+    _, err = process.communicate(timeout=WAIT_S)
+    assert process.returncode == 0, err
+    assert all("which 'count' forked, came back" in line for line in err.splitlines())
     kept = [event.step for _, event in trace.read(RunDir(tmp_path / "run").events) if isinstance(event, trace.Held)]
     assert kept == [0, 1]
 

@@ -20,17 +20,9 @@ from pipeline.executors.turns import Turns
 from pipeline.plan.planner import plan
 from pipeline.record import trace
 from pipeline.rundir import RunDir
-from tests.errors.harness import live_text
-from tests.integration.test_private_runs import reachable
+from tests.forked import FORKS
 
 HERE = Path(__file__).parent
-CANARIES = {
-    "SLUICE_CANARY_TOKEN": "canary-of-a-token-5501",
-    "OPENAI_API_KEY": "sk-canary-of-a-key-5502",
-    "HF_TOKEN": "hf_canary_of_a_hub_5503",
-    "CANARY_CLIENT_SECRET": "canary-of-a-secret-5504",
-    "CANARY_DB_PASSWORD": "canary-of-a-password-5505",
-}
 
 
 def driver_of(run_dir: Path, **flags):
@@ -188,7 +180,7 @@ def test_a_run_joins_a_cluster_of_two_nodes_and_brings_the_graphs_code_along(tmp
         capture_output=True,
         text=True,
         timeout=150,
-        env=os.environ | {"PYTHONPATH": str(HERE.parents[1])},
+        env=os.environ | {"PYTHONPATH": str(HERE.parents[1])} | FORKS,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     seen = msgspec.json.decode(done.stdout.splitlines()[-1])
@@ -196,31 +188,3 @@ def test_a_run_joins_a_cluster_of_two_nodes_and_brings_the_graphs_code_along(tmp
     assert seen["units"] == ["127.0.0.2", "127.0.0.3"], "one storage unit per node"
     assert seen["samples"] == [text * 2 for text in "44556677"]
     assert (seen["steps"], seen["rows_left"]) == (2, 0)
-
-
-def test_workers_import_what_the_driver_does_and_no_secret_is_recorded(tmp_path):
-    """A real command in a folder with files named like ours and Python's, and with secrets in its environment; the
-    reward imports the user's modules."""
-    wrong = "raise RuntimeError('the wrong module was imported')\n"
-    body = "    import beside\n    import here\n\n    return beside.B + here.H\n"
-    score = f"def score(prompt: str, answer: str) -> float:\n{body}\n\n"
-    files = {"stages/__init__.py": wrong, "ops/__init__.py": wrong, "random.py": wrong, "here.py": "H = 0.5\n"}
-    files |= {"project/beside.py": "B = 0.25\n", "project/graph.py": live_text(score)}
-    for name, text in files.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(text)
-    done = subprocess.run(
-        [sys.executable, "-m", "pipeline.run", "project/graph.py", "--run-dir", "run", "--steps", "1", "--plain"],
-        capture_output=True,
-        text=True,
-        timeout=150,
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(HERE.parents[1])} | CANARIES,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "reward of the last step  0.750" in done.stdout
-    recorded = {str(path): path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
-    assert any("/logs/" in name for name in recorded) and any("/checkpoints/" in name for name in recorded)
-    for name, content in (recorded | {"stdout": done.stdout.encode(), "stderr": done.stderr.encode()}).items():
-        assert not [word for pair in CANARIES.items() for word in pair if word.encode() in content], name
-    assert not reachable(tmp_path / "run")

@@ -49,8 +49,14 @@ def dropped(run_dir: RunDir) -> set[str]:
     return {event["reason"] for event in events if event["type"] == "dropped"}
 
 
-@pytest.mark.parametrize("sieve", [False, True])
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize(
+    ("name", "sieve"),
+    [
+        *((name, True) for name in SCHEDULES),
+        *((name, False) for name in ("sync", "drop")),
+        *(pytest.param(name, False, marks=pytest.mark.search) for name in sorted(SCHEDULES.keys() - {"sync", "drop"})),
+    ],
+)
 def test_a_run_keeps_the_invariants(name, sieve, tmp_path):
     run_dir = execute(tmp_path, graph(SCHEDULES[name], slow=3, sieve=sieve))
     report = audit(run_dir.path, stall_s=60.0)
@@ -68,8 +74,15 @@ def test_groups_that_get_too_old_are_given_up(tmp_path):
     assert set(reasons.values()) <= {"cancelled", "stale"}  # on a slow machine, other groups become stale besides
 
 
-@pytest.mark.parametrize("name", ["wait", "drop"])
-@pytest.mark.parametrize("sieve", [False, True])
+@pytest.mark.parametrize(
+    ("name", "sieve"),
+    [
+        ("wait", True),
+        ("drop", False),
+        pytest.param("wait", False, marks=pytest.mark.search),
+        pytest.param("drop", True, marks=pytest.mark.search),
+    ],
+)
 def test_a_resumed_run_keeps_them_too(name, sieve, tmp_path):
     schedule = replace(SCHEDULES[name], checkpoint_every=2)
     with pytest.raises(SluiceError):

@@ -126,7 +126,7 @@ def test_only_equivalent_mutants_survive(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", EQUIVALENT)
-def test_of_every_tenth_mutant_only_equivalent_ones_survive(name: str) -> None:
-    made = dict(list(made_of(name).items())[::10])
+def test_of_every_twentieth_mutant_only_equivalent_ones_survive(name: str) -> None:
+    made = dict(list(made_of(name).items())[::20])
     survivors = {mutant for mutant, changed in made.items() if survives(name, changed)}
     assert survivors == EQUIVALENT[name].keys() & made.keys()

@@ -164,8 +164,15 @@ def contents(folder):
     return {path.name: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize("once", [True, False], ids=["once", "from then on"])
-@pytest.mark.parametrize(("number", "word"), [(errno.ENOSPC, "disk space"), (errno.EIO, "repair the disk")])
+@pytest.mark.parametrize(
+    ("number", "word", "once"),
+    [
+        pytest.param(errno.ENOSPC, "disk space", False, id="full"),
+        pytest.param(errno.EIO, "repair the disk", True, id="fails once"),
+        pytest.param(errno.ENOSPC, "disk space", True, id="full once", marks=pytest.mark.search),
+        pytest.param(errno.EIO, "repair the disk", False, id="fails", marks=pytest.mark.search),
+    ],
+)
 def test_wherever_the_disk_fails_the_old_checkpoint_stays_and_the_error_names_the_file(
     executor, tmp_path, number, word, once
 ):

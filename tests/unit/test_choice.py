@@ -96,8 +96,8 @@ def test_many_gpus_are_divided_in_a_few_ways():
 
 def test_an_adapter_needs_room_for_its_own_gradients_only(folder):
     with pytest.raises(GraphError, match="worker group 'learner' needs"):
-        grpo(model="8B")
-    adapter = grpo(model="8B", lora_rank=16)
+        grpo(model="8B", microbatch=8192)
+    adapter = grpo(model="8B", microbatch=8192, lora_rank=16)
     assert adapter.best is not None and adapter.best.step_s > 0
 
 
@@ -175,7 +175,7 @@ def test_if_no_choice_can_be_the_first_one_says_why(folder):
 def test_if_no_choice_can_be_the_one_with_the_least_wrong_says_why(folder):
     """The first choice of a graph that runs ahead takes turns, which is wrong too."""
     with pytest.raises(GraphError) as raised:
-        grpo("h200:2", model="0.6B", max_staleness=1, data="missing.jsonl")
+        grpo("h200:2", model="0.6B", max_staleness=1, microbatch=8192, data="missing.jsonl")
     (problem,) = raised.value.problems
     assert "missing.jsonl" in problem.what
 
@@ -191,15 +191,15 @@ def test_a_graph_without_gpus_is_not_foretold(folder):
 
 
 def test_the_commands_print_what_they_choose(folder, capsys):
-    flags = [str(REPOSITORY / "graphs" / "grpo.py"), "--on", "h200:2", "--model", "0.6B"]
+    flags = [str(REPOSITORY / "graphs" / "grpo.py"), "--on", "h200:2", "--model", "0.6B", "--microbatch", "8192"]
     assert run.main([*flags, "--plan", "--no-colocated"]) == 0
     planned = capsys.readouterr().out
     line = next(line for line in planned.splitlines() if line.startswith("chosen for h200:2"))
     assert "--generator vllm --trainer megatron" in line and "tried" not in planned
-    assert simulate.main([*flags, "--steps", "3", "--microbatch", "8192"]) == 0
+    assert simulate.main([*flags, "--steps", "3"]) == 0
     simulated = capsys.readouterr().out
     assert "chosen for h200:2" in simulated and "s/step" in simulated
-    assert simulate.main([*flags, "--steps", "3", "--microbatch", "8192", "--json"]) == 0
+    assert simulate.main([*flags, "--steps", "3", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["chosen"]["trainer"] == "megatron"
 
 

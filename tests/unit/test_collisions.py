@@ -232,12 +232,10 @@ def test_another_pipeline_in_which_python_finds_our_modules_is_named(tmp_path, n
 SLUICE = Path(sysconfig.get_path("scripts")) / "sluice"
 
 
-def sluice(folder, *argv):
+def sluice(folder, *argv, **variables):
     """Run the installed command `sluice`. Returns exit code, stdout and stderr."""
-    done = subprocess.run(
-        [SLUICE, *argv], cwd=folder, env=ENVIRONMENT | {"PYTHONPATH": str(REPOSITORY)}, capture_output=True, text=True,
-        timeout=120,
-    )  # fmt: skip
+    environment = ENVIRONMENT | {"PYTHONPATH": str(REPOSITORY)} | variables
+    done = subprocess.run([SLUICE, *argv], cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
     return done.returncode, done.stdout, done.stderr
 
 

@@ -50,7 +50,7 @@ LOCAL = ("--executor", "local", "--run-dir", "run")
 def examples(count: int) -> settings:
     """Return settings for this many examples. A failure is not made simpler: another seed is another damage."""
     return settings(
-        max_examples=few(2 * count),
+        max_examples=few(count),
         deadline=None,
         database=None,
         phases=[Phase.generate],

@@ -3,7 +3,6 @@
 import json
 import re
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +17,7 @@ from pipeline.record import trace
 from pipeline.rundir import RunDir
 from stages import Refit
 from stages.backends import ServedWeights
+from tests.forked import Command
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PAGE = REPOSITORY / "docs" / "your-own-transport.md"
@@ -35,11 +35,10 @@ def files(folder: Path) -> list[Path]:
 
 def run(graph: Path, run_dir: Path, *flags: str) -> RunDir:
     """Run a graph in its own process and return its run directory."""
-    command = [sys.executable, "-m", "pipeline.run", str(graph), "--executor", "local", "--run-dir", str(run_dir)]
-    done = subprocess.run(
-        [*command, *FLAGS, *flags], cwd=REPOSITORY, capture_output=True, text=True, check=False, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
+    words = ["-m", "pipeline.run", str(graph), "--executor", "local", "--run-dir", str(run_dir), *FLAGS, *flags]
+    done = Command(*words, cwd=REPOSITORY, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    _, said = done.communicate(timeout=300)
+    assert done.returncode == 0, said
     return RunDir(run_dir)
 
 

@@ -17,10 +17,12 @@ from hypothesis import strategies as st
 from ops.comm.stateless_group import CHECKED, GroupError, StatelessGroup
 from ops.refit.layout import Layout, Tensor, dense, whole
 from ops.refit.transports.broadcast import Buckets, _in_turns
-from tests.refit_ranks import CASES, ONCE, SIZE, TRANSPORTS
+from tests.forked import Command
+from tests.refit_ranks import CASES, IN_SUITE, ONCE, SEARCHED, SIZE, TRANSPORTS
 from tests.unit.refit_models import SERVING
 
 DEADLINE_S = 240
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def free_ports(count: int) -> int:
@@ -40,12 +42,20 @@ def free_ports(count: int) -> int:
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """The results that each rank reported."""
-    folder, port = tmp_path_factory.mktemp("refit"), free_ports(1 + (1 << SIZE))
-    command = [sys.executable, "-m", "tests.refit_ranks"]
+    return reported(tmp_path_factory.mktemp("refit"))
+
+
+def reported(folder: Path, *more: str) -> list[dict[str, Any]]:
+    """Run all ranks and return what each reported."""
+    port = free_ports(1 + (1 << SIZE))
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
     ranks = [
-        subprocess.Popen([*command, str(rank), str(port), str(folder)], stderr=subprocess.PIPE, text=True)
+        Command(
+            "-m", "tests.refit_ranks", str(rank), str(port), str(folder), *more,
+            env=environment, stderr=subprocess.PIPE, text=True,
+        )
         for rank in range(SIZE)
-    ]
+    ]  # fmt: skip
     try:
         said = [rank.communicate(timeout=DEADLINE_S)[1] for rank in ranks]
     finally:
@@ -62,9 +72,18 @@ def test_every_receiver_has_the_bytes_of_the_golden_way(found: Any, case: str, t
 
 
 def test_all_pairs_of_layouts_were_carried_out(found: Any) -> None:
-    dense = dict.fromkeys(("llama", "qwen2", "qwen3", "qwen2, uneven"), 12)
-    assert Counter(family for family, _, _ in CASES) == dense | {"qwen3_moe": 21} | dict.fromkeys(ONCE, 3)
+    dense = dict.fromkeys(("llama", "qwen2, uneven"), 12)
+    once = dict.fromkeys(ONCE | IN_SUITE, 3)
+    assert Counter(family for family, _, _ in CASES) == dense | {"qwen3_moe": 21} | once
+    assert Counter(family for family, _, _ in SEARCHED) == dict.fromkeys(IN_SUITE, 9)
     assert all(len(rank) == len(CASES) for rank in found) and {"TP1", "TP2", "DP2"} <= SERVING.keys()
+
+
+@pytest.mark.search
+def test_in_every_other_layout_too(tmp_path: Path) -> None:
+    ranks = reported(tmp_path, "searched")
+    assert {tuple(case[name]) for rank in ranks for case in rank.values() for name in TRANSPORTS} == {()}
+    assert all(len(rank) == len(SEARCHED) for rank in ranks)
 
 
 class Wire:

@@ -1,8 +1,8 @@
 """Between real processes, refits in waves deliver what vLLM's own loader would produce, even if ranks die midway."""
 
 import json
+import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,11 @@ import torch.distributed as dist
 
 from ops.refit.layout import Layout, Tensor, dense
 from ops.refit.transports.tree import Fanout
+from tests.forked import Command
 from tests.refit_tree_ranks import REPLICAS, SENDERS, SIZE, TREE_CASES
 
 DEADLINE_S = 300
+ROOT = Path(__file__).resolve().parents[2]
 
 Found = list[dict[str, Any]]
 
@@ -23,10 +25,12 @@ Found = list[dict[str, Any]]
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     """The results that each rank reported; ranks 0, 1 and 2 were killed at the end."""
     folder = tmp_path_factory.mktemp("tree")
-    command = [sys.executable, "-m", "tests.refit_tree_ranks", str(folder)]
-    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False, timeout=DEADLINE_S)
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    words = ("-m", "tests.refit_tree_ranks", str(folder))
+    done = Command(*words, env=environment, stderr=subprocess.PIPE, text=True)
+    _, stderr = done.communicate(timeout=DEADLINE_S)
     said = json.loads((folder / "codes.json").read_text()) if done.returncode == 0 else None
-    assert said == [-9, -9, -9, 0, 0, 0], done.stderr[-4000:]
+    assert said == [-9, -9, -9, 0, 0, 0], stderr[-4000:]
     return [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(SIZE)]
 
 

@@ -318,7 +318,7 @@ class DisorderWithDrops(Disorder):
 
 
 TestDisorder = Disorder.TestCase
-TestDisorder.settings = settings(max_examples=few(100), stateful_step_count=50, deadline=None)
+TestDisorder.settings = settings(max_examples=few(60), stateful_step_count=50, deadline=None)
 TestDisorderWithDrops = DisorderWithDrops.TestCase
 TestDisorderWithDrops.settings = settings(max_examples=few(60), stateful_step_count=50, deadline=None)
 
@@ -387,7 +387,7 @@ def test_samples_that_become_too_old_are_replaced(case, drops, seed):
 
 
 @given(cases(staleness=st.just(0)), dropped_groups, st.randoms(use_true_random=False))
-@settings(max_examples=few(60), deadline=None)
+@settings(max_examples=few(40), deadline=None)
 def test_without_staleness_every_schedule_decides_the_same(case, drops, rng):
     """k = 0 is sync: neither `on_stale` nor `refit` changes any decision."""
     world = World(planned(case), drops=drops.__contains__).run(rng.randrange)
@@ -410,7 +410,7 @@ def units(world: World) -> set[tuple]:
 
 
 @given(cases(on_stale=st.just("wait")), dropped_groups, st.randoms(use_true_random=False))
-@settings(max_examples=few(100), deadline=None)
+@settings(max_examples=few(60), deadline=None)
 def test_what_is_computed_together_follows_from_admission(case, drops, rng):
     if case.staleness and case.depth != 0:  # then a gate's drops are replaced at once, not per round
         case = case._replace(extras=case.extras - {"gate"})

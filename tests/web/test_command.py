@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.forked import Command
 from tests.web.serving import serving
 
 pytestmark = pytest.mark.journal_expected  # the run is killed
@@ -59,8 +60,8 @@ def test_a_run_is_watched_from_its_start_to_its_end(browser, tmp_path):
         tab.goto(served.address)
         tab.goto(f"{served.address.partition('?')[0]}#/watched/graph")
         tab.wait_for_selector("main [role=alert]")  # nothing to show yet; the run is found when it starts
-        command = [sys.executable, "-m", "pipeline.run", str(RECIPE), *flags, "--run-dir", "runs/watched"]
-        run = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL)
+        words = ["-m", "pipeline.run", str(RECIPE), *flags, "--run-dir", "runs/watched"]
+        run = Command(*words, cwd=tmp_path, stdout=subprocess.DEVNULL)
         try:
             done = "least => Number(document.querySelector('.status progress')?.value) >= least"
             tab.wait_for_function(done, arg=3, timeout=START_S * 1000)
