@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
-from ops.flops import block_kinds
+from ops.flops import Transformer, block_kinds
 from pipeline import Model, WorkerGroup
 from pipeline.declare.parameters import at_least, broken, is_whole, number
 from pipeline.errors import Problem, StageError, shown
-from stages.model_shape import DENSE, MIXTURES, known_config
+from stages.model_shape import DENSE, MIXTURES, known_config, says_heads, shape_faults
 
 ALL = "all"
 A, B = "lora_A.weight", "lora_B.weight"  # how the names of an adapter's two tensors end
@@ -94,11 +94,15 @@ class LoRA:
             why = "targets are names of layers, in a tuple, or 'all'"
             what, fix = f"LoRA has targets={shown(self.targets)}", "targets=('q_proj', 'v_proj')"
             yield Problem(where=where, what=what, why=why, fix=fix)
+        elif listed and (twice := [name for name in self.targets if self.targets.count(name) > 1]):
+            what, why = f"LoRA has the target {twice[0]!r} twice", "a layer has one adapter"
+            yield Problem(where=where, what=what, why=why, fix=f"name {twice[0]!r} once")
         elif config:
-            yield from self._unknown(str(config.get("model_type")), where)
+            yield from list(self._unknown(config, where)) or self._too_large(config, where)
 
-    def _unknown(self, family: str, where: str) -> Iterator[Problem]:
-        known = _can_have(family, ())
+    def _unknown(self, config: Mapping[str, Any], where: str) -> Iterator[Problem]:
+        family, absent = str(config.get("model_type")), _absent(config)
+        known = [name for name in _can_have(family, ()) if name not in absent]
         if not known:
             if self.targets == ALL:
                 what, why = f"LoRA has targets='all' and the model is a {family!r}", "its layers are not known here"
@@ -106,7 +110,56 @@ class LoRA:
             return
         for name in () if self.targets == ALL else self.targets:
             if name not in known:
-                yield _unknown_target(name, family, known, where)
+                yield _unknown_target(name, family, known, where, absent.get(name))
+
+    def _too_large(self, config: Mapping[str, Any], where: str) -> Iterator[Problem]:
+        """The target whose matrix has fewer rows or columns than the adapter's rank, as far as its size is known."""
+        sides = _sides(config)
+        found = [(sides[name], name) for name in self.names(str(config.get("model_type"))) if name in sides]
+        if found and self.rank > min(found)[0]:
+            side, name = min(found)
+            why = f"{name!r} has a matrix with {side} rows or columns, and no change of it has a higher rank"
+            yield Problem(where=where, what=f"LoRA has rank={self.rank}", why=why, fix=f"rank={side}, or other targets")
+
+
+def _absent(config: Mapping[str, Any]) -> dict[str, str]:
+    """Layers that models of this family can have and one with this config has not, and why."""
+    if config.get("model_type") == "deepseek_v3" and "q_lora_rank" in config:
+        rank = config["q_lora_rank"]
+        return dict.fromkeys(_LATENT[:1] if rank else _LATENT[1:3], f"the model's config has q_lora_rank={rank}")
+    if config.get("model_type") != "nemotron_h" or not (kinds := block_kinds(config)):
+        return {}
+    found: dict[str, str] = {}
+    for names, made_by in ((_ATTENTION, ("attention",)), (_STATE_SPACE, ("mamba",)), (_UNGATED, ("mlp", "moe")),
+                           (_PROJECTIONS, ("moe",))):  # fmt: skip
+        if not set(made_by) & set(kinds):
+            found |= dict.fromkeys(names, f"none of the model's layers is of the kind {' or '.join(made_by)}")
+    latent = dict.fromkeys(_PROJECTIONS, "the model's config has no moe_latent_size")
+    return found if config.get("moe_latent_size") else latent | found
+
+
+def _sides(config: Mapping[str, Any]) -> dict[str, int]:
+    """The smaller side of the smallest matrix that a layer's name stands for; none if the config does not say."""
+    try:
+        shape = Transformer.of(config)
+    except (TypeError, ValueError, ArithmeticError):
+        return {}
+    if shape_faults(config) or not ("q_lora_rank" in config if shape.latent else says_heads(config)):
+        return {}
+    inner = [shape.dense_inner] * bool(shape.dense) + [shape.shared] * bool(shape.mixtures and shape.shared)
+    inner += [] if shape.mixtures or shape.hybrid else [shape.intermediate]
+    query, key = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    sides = {"q_proj": query, "k_proj": key, "v_proj": key, "o_proj": query}
+    if sizes := shape.latent:
+        query = shape.heads * (sizes.plain + sizes.rotary)
+        sides = {"q_proj": query, "kv_a_proj_with_mqa": sizes.key_value + sizes.rotary,
+                 "o_proj": shape.heads * sizes.value}  # fmt: skip
+        sides |= {"q_a_proj": sizes.query, "q_b_proj": min(sizes.query, query)} if sizes.query else {}
+    if hybrid := shape.hybrid:
+        sides |= {"in_proj": hybrid.channels + hybrid.convolved + hybrid.heads, "out_proj": hybrid.channels}
+        sides |= dict.fromkeys(_PROJECTIONS, shape.outer) if shape.outer else {}
+    sides |= dict.fromkeys(_MLP, min(inner)) if inner else {}
+    return {name: min(side, shape.hidden) for name, side in sides.items() if name not in _absent(config)}
 
 
 def _can_have(family: str, otherwise: Collection[str]) -> tuple[str, ...]:
@@ -114,8 +167,8 @@ def _can_have(family: str, otherwise: Collection[str]) -> tuple[str, ...]:
     return (*_LAYERS[family], *_NAMED.get(family, ())) if family in _LAYERS else tuple(otherwise)
 
 
-def _unknown_target(name: str, family: str, known: Sequence[str], where: str) -> Problem:
-    why = _WITHOUT.get(family, {}).get(name)
+def _unknown_target(name: str, family: str, known: Sequence[str], where: str, absent: str | None = None) -> Problem:
+    why = _WITHOUT.get(family, {}).get(name, absent)
     near = get_close_matches(name, known, n=1) if why is None else ()
     return Problem(
         where=where,

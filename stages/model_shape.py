@@ -1,13 +1,14 @@
-"""A model's configuration before it is loaded, and how fast the cost of a sample grows. Loads no model and no torch."""
+"""A model's configuration before it is loaded: what is wrong with its numbers, which layers have experts, and how fast
+the cost of a sample grows. Loads no model and no torch."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ops.flops import Transformer, quadratic_cost
+from ops.flops import Transformer, block_kinds, quadratic_cost
 from pipeline import Model
 from pipeline.declare.parameters import is_whole
 from pipeline.errors import Problem, shown
@@ -19,6 +20,27 @@ FAMILIES = (*DENSE, *MIXTURES)
 LATENT = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")  # of deepseek_v3
 _NUMBERS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 OPTIONAL = ("num_key_value_heads", "head_dim")
+_RELATIONS: Mapping[str, Callable[[int, int], bool]] = {
+    "a multiple of": lambda number, other: number % other == 0,
+    "a divisor of": lambda number, other: other % number == 0,
+    "at most": lambda number, other: number <= other,
+    "at most half of": lambda number, other: 2 * number <= other,
+    "equal to": lambda number, other: number == other,
+}
+_RULES = (  # a key, what its number must be, and the key of the number that this is compared with
+    ("num_attention_heads", "a multiple of", "num_key_value_heads"),
+    ("num_experts_per_tok", "at most", "num_experts"),
+    ("num_experts_per_tok", "at most", "n_routed_experts"),
+    ("num_experts_per_tok", "at most", "num_local_experts"),
+    ("n_group", "a divisor of", "n_routed_experts"),
+    ("n_group", "at most half of", "n_routed_experts"),  # the scores of two experts are that of their group
+    ("topk_group", "at most", "n_group"),
+    ("n_groups", "a divisor of", "mamba_num_heads"),
+    ("head_dim", "equal to", "qk_rope_head_dim"),  # of deepseek_v3: transformers takes it for what is rotated
+)
+_NULL = (*OPTIONAL, "q_lora_rank", "moe_latent_size")  # numbers that may be null
+_WHOLE = tuple(dict.fromkeys((*(key for key, _, other in _RULES for key in (key, other)), "kv_lora_rank", *_NULL)))
+_RELATED = (*FAMILIES, "nemotron_h", "gpt_oss")  # families whose keys those are
 
 
 class FileFault(NamedTuple):
@@ -52,18 +74,45 @@ def known_config(model: Model) -> Mapping[str, Any]:
 def shape_faults(config: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return what is wrong, and why, with the numbers of a config, of the families that name them so. A number that is
     left out is not wrong."""
-    if config.get("model_type") not in FAMILIES:
+    family = config.get("model_type")
+    if family not in _RELATED:
         return []
-    given = {name: config[name] for name in (*_NUMBERS, *OPTIONAL) if name in config}
-    wrong = [
-        (f"{name}={shown(value)}", "it must be a whole number, 1 or more")
+    names = (*_NUMBERS, *_WHOLE) if family in FAMILIES else _WHOLE
+    given = {name: config[name] for name in names if name in config}
+    wrong = {
+        name: (f"{name}={shown(value)}", "it must be a whole number, 1 or more")
         for name, value in given.items()
-        if not is_whole(value, 1) and not (value is None and name in OPTIONAL)
-    ]
-    heads, groups = given.get("num_attention_heads"), given.get("num_key_value_heads")
-    if not wrong and heads and groups and heads % groups:
-        wrong.append((f"num_attention_heads={heads}", f"it must be a multiple of num_key_value_heads={groups}"))
-    return wrong
+        if not is_whole(value, 1) and not (value is None and name in _NULL)
+    }
+    for name, relation, other in () if wrong else _RULES:
+        number, limit = given.get(name), given.get(other)
+        if number and limit and not _RELATIONS[relation](number, limit):
+            wrong.setdefault(name, (f"{name}={number}", f"it must be {relation} {other}={limit}"))
+    return list(wrong.values())
+
+
+def says_heads(config: Mapping[str, Any]) -> bool:
+    """Whether a config has the sizes of grouped attention, so that no default of transformers counts."""
+    own_dim = config["model_type"].startswith("qwen3")  # without head_dim it is not hidden_size / num_attention_heads
+    return "num_key_value_heads" in config and bool(config.get("head_dim") or not own_dim)
+
+
+def is_sparse(config: Mapping[str, Any], number: int) -> bool:
+    """Whether a layer, counted from 0, has a mixture of experts. Raises KeyError if the config does not say."""
+    family = config["model_type"]
+    if family == "nemotron_h":
+        return block_kinds(config)[number] == "moe"
+    if family == "qwen3_moe":
+        dense = number in (config.get("mlp_only_layers") or ())
+        return not dense and (number + 1) % (config.get("decoder_sparse_step") or 1) == 0
+    return family in MIXTURES and number >= config["first_k_dense_replace"]
+
+
+def sparse_layers(config: Mapping[str, Any]) -> list[int]:
+    """Return which layers, counted from 0, have a mixture of experts. Raises KeyError if the config does not say."""
+    kinds = block_kinds(config) if config["model_type"] == "nemotron_h" else ()
+    layers = len(kinds) or config["num_hidden_layers"]
+    return [number for number in range(layers) if is_sparse(config, number)]
 
 
 def uneven(number: int, what: str, by: str, ranks: int, where: str) -> Iterator[Problem]:

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from pipeline.reading import BROKEN, check_file, decode, reason
-from stages.model_shape import DENSE, FAMILIES, LATENT, OPTIONAL, FileFault
+from stages.model_shape import DENSE, FAMILIES, LATENT, OPTIONAL, FileFault, says_heads
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _LONGEST = 100_000_000  # bytes of a header, as the safetensors library has it
@@ -116,8 +116,7 @@ def _wanted(config: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...], t
     """Yield the tensors that every model of a family has: name, shape, and which of the config's numbers give it."""
     hidden, heads, inner = (config[name] for name in ("hidden_size", "num_attention_heads", "intermediate_size"))
     groups, dim = config.get("num_key_value_heads") or heads, config.get("head_dim") or hidden // heads
-    own_dim = config["model_type"].startswith("qwen3")  # without head_dim it is not hidden_size / num_attention_heads
-    known = "num_key_value_heads" in config and (config.get("head_dim") or not own_dim)
+    known = says_heads(config)
     attention = {"q_proj": (heads * dim, hidden), "k_proj": (groups * dim, hidden), "v_proj": (groups * dim, hidden),
                  "o_proj": (hidden, heads * dim)}  # fmt: skip
     said: tuple[str, ...] = ("hidden_size", "num_attention_heads", *OPTIONAL)

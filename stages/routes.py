@@ -10,12 +10,12 @@ from the trainer's own scores. Describes and checks; loads no torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pipeline import Field, Model, WorkerGroup
 from pipeline.errors import Problem
-from stages.model_shape import known_config
+from stages.model_shape import known_config, sparse_layers
 
 _EXPERTS = {  # what the families call the number of experts of a layer
     "qwen3_moe": "num_experts",
@@ -67,8 +67,10 @@ def _no_mixture(config: Mapping[str, Any]) -> str:
     family = config["model_type"]
     if family not in FAMILIES:
         return f"a {family!r} is none of the mixtures of experts whose routers are known: {', '.join(FAMILIES)}"
-    kinds: Sequence[str] | None = config.get("layers_block_type")
-    return "none of its layers has experts" if family == "nemotron_h" and kinds and "moe" not in kinds else ""
+    try:
+        return "" if sparse_layers(config) else "none of its layers has experts"
+    except (KeyError, TypeError):  # not known before the model is loaded
+        return ""
 
 
 def replay_problems(model: Model, group: WorkerGroup) -> Iterator[Problem]:

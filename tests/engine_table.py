@@ -82,7 +82,7 @@ FAMILIES = (
     Family(
         "DeepSeek-V3 (`deepseek_v3`)", "deepseek_v3",
         PLAIN | SIGMOID | {"num_key_value_heads": 8, "q_lora_rank": 64, "kv_lora_rank": 64, "qk_nope_head_dim": 32,
-                           "qk_rope_head_dim": 32, "v_head_dim": 64},
+                           "qk_rope_head_dim": 32, "head_dim": 32, "v_head_dim": 64},
         experts=True,
     ),
     Family("NemotronH (`nemotron_h`)", "nemotron_h", HYBRID),

@@ -23,7 +23,15 @@ from pipeline import Field, StageError
 from pipeline.errors import Problem
 from stages.images import MARK, framed, mark_reason
 from stages.sources.columns import template_columns
-from stages.sources.values import array_value, array_wanted, image_files, is_plain, scalar_reason, takes_files
+from stages.sources.values import (
+    array_value,
+    array_wanted,
+    image_files,
+    is_plain,
+    junk_reason,
+    scalar_reason,
+    takes_files,
+)
 from stages.vocabulary import ANSWER, IMAGES, MESSAGES, PROMPT
 
 if TYPE_CHECKING:
@@ -122,13 +130,21 @@ class Schema:
         import numpy as np
 
         assert self.images is not None
-        files, reason = image_files(_found(row, self.images, where), folder, read=read)
+        value = _found(row, self.images, where)
+        files, reason = image_files(value, folder, read=read)
         if reason:
             raise _problem(
                 where,
                 f"column {self.images!r} {reason}",
                 "a row has an image, a list of images, or null",
                 "give each image as its path relative to the data's folder, or as its bytes",
+            )
+        if reason := junk_reason(value, files) if read else None:
+            raise _problem(
+                where,
+                f"column {self.images!r} {reason}",
+                "an image is a file that Pillow reads, such as PNG or JPEG",
+                "save the image again, or remove the row",
             )
         if reason := mark_reason([prompt], len(files)):
             raise _problem(

@@ -7,6 +7,7 @@ form of images in Arrow data. The bytes stay encoded (PNG, JPEG); the model's pr
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 from collections.abc import Mapping, Sequence
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline import Field
 from pipeline.declare.columns import Column, Ragged
+from pipeline.errors import counted, message_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -107,6 +109,26 @@ def image_files(value: object, folder: Path, *, read: bool = True) -> tuple[list
             return [], reason or f"has {_shown(entry)}, which is no image"
         files.append(encoded)
     return (files if read else [b""] * len(listed)), None
+
+
+def junk_reason(value: object, files: Sequence[bytes]) -> str | None:
+    """Which of a row's images cannot be read, and why; None if all can, or if Pillow is not here. Reads
+    headers and checksums, and decodes nothing."""
+    try:
+        from PIL import Image, UnidentifiedImageError
+    except ImportError:  # the workers have it
+        return None
+    listed = value if isinstance(value, list | tuple) else [value]
+    for number, (entry, file) in enumerate(zip(listed, files)):
+        path = entry.get("path") if isinstance(entry, Mapping) else entry
+        name = repr(path) if isinstance(path, str) else f"image {number}"
+        try:
+            Image.open(io.BytesIO(file)).verify()
+        except UnidentifiedImageError:
+            return f"has {name}, whose {counted(len(file), 'byte')} are no image"
+        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+            return f"has {name}, which is damaged: {message_of(error)}"
+    return None
 
 
 def _encoded(value: object, folder: Path) -> tuple[bytes | None, str | None]:

@@ -67,7 +67,7 @@ def test_the_field_has_the_layers_with_experts_of_all_tokens_but_the_last() -> N
 def test_layers_with_experts_are_those_of_the_networks() -> None:
     from transformers import AutoConfig
 
-    from stages.backends.model.families import layers_with_experts
+    from stages.model_shape import sparse_layers
 
     for family, settings, wanted in (
         ("qwen3_moe", {"num_hidden_layers": 4, "decoder_sparse_step": 2}, [1, 3]),
@@ -76,7 +76,7 @@ def test_layers_with_experts_are_those_of_the_networks() -> None:
         ("deepseek_v3", {"num_hidden_layers": 4, "first_k_dense_replace": 3}, [3]),
         ("nemotron_h", {"layers_block_type": ["mamba", "moe", "attention", "moe"]}, [1, 3]),
     ):
-        assert layers_with_experts(AutoConfig.for_model(family, **settings).to_dict()) == wanted
+        assert sparse_layers(AutoConfig.for_model(family, **settings).to_dict()) == wanted
 
 
 def test_vllm_has_the_flag() -> None:

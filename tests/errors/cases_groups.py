@@ -92,6 +92,15 @@ def model(name: str, parameters: str) -> Case:
 SHAPED = f"Model('tiny', config={TINY_QWEN3!r}, alphabet=task.alphabet)"
 QWEN3_TINY = "'tiny', config={'model_type': 'qwen3'}, alphabet=task.alphabet"
 MIXTURE = f"Model({QWEN3_TINY.replace('qwen3', 'qwen3_moe')}, router_replay=True)"
+UNFIT = {
+    "model_type": "deepseek_v3", "num_experts_per_tok": 8, "n_routed_experts": 4, "n_group": 3, "topk_group": 4,
+    "head_dim": 64, "qk_rope_head_dim": 32,
+}  # fmt: skip
+UNFIT_MAMBA = {"model_type": "nemotron_h", "layers_block_type": ["mamba"], "mamba_num_heads": 4, "n_groups": 3}
+UNLIKE = TINY_QWEN3 | {  # layers of experts in whole blocks, and one without
+    "model_type": "qwen3_moe", "head_dim": 128, "num_experts": 4, "moe_intermediate_size": 128, "mlp_only_layers": [0],
+    "intermediate_size": 200,
+}  # fmt: skip
 WIDER = SHAPED.replace("task.", "'a' + task.")  # one more token
 
 GROUPS = [
@@ -143,6 +152,9 @@ GROUPS = [
         at=("policy",),
         top=IMPORT,
     ),
+    model("experts_and_heads_that_do_not_fit", f"'tiny', config={UNFIT!r}, alphabet=task.alphabet"),
+    model("mamba_groups_that_do_not_fit", f"'tiny', config={UNFIT_MAMBA!r}, alphabet=task.alphabet"),
+    model("latents_of_no_size", f"'tiny', config={UNFIT | {'kv_lora_rank': 0}!r}, alphabet=task.alphabet"),
     Case(
         "an_inner_size_that_vllm_does_not_divide",
         {
@@ -164,6 +176,16 @@ GROUPS = [
         {
             "policy": SHAPED,
             "sampler": 'WorkerGroup("sampler", backend="vllm", gpus=2, tensor_parallel=2, weights="fp8")',
+            "learner": 'WorkerGroup("learner", backend="torch", gpus=1)',
+        },
+        at=("sampler",),
+        top=IMPORT,
+    ),
+    Case(
+        "weights_whose_dense_layers_vllm_would_cut",
+        {
+            "policy": f"Model('tiny', config={UNLIKE!r}, alphabet=task.alphabet)",
+            "sampler": 'WorkerGroup("sampler", backend="vllm", gpus=1, weights="fp8")',
             "learner": 'WorkerGroup("learner", backend="torch", gpus=1)',
         },
         at=("sampler",),
@@ -323,6 +345,11 @@ MODELS = [
     ),
     Case("model_folder_of_no_model", {"policy": 'Model("./last")'}, files={"last/optimizer.pt": b""}),
     model("replay_of_a_model_without_experts", f"{QWEN3_TINY}, router_replay=True"),
+    model(
+        "replay_of_a_mixture_of_dense_layers",
+        "'tiny', config={'model_type': 'glm4_moe', 'num_hidden_layers': 3, 'first_k_dense_replace': 9}, "
+        "alphabet=task.alphabet, router_replay=True",
+    ),
     model("replay_is_a_number", f"{QWEN3_TINY}, router_replay=1"),
     Case(
         "replay_with_vllm_on_a_cpu",

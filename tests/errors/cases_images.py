@@ -1,10 +1,15 @@
 """Images that a check finds missing, models that cannot see them, and worker groups that cannot compute them."""
 
+import base64
+
 from tests.errors.harness import Case
 
 IMPORT = "from stages import Evaluate, LoRA\n\n\n"
 ROW = '{"prompt": "which?", "images": ["a.png"], "answer": "2"}\n'
-FILES = {"t.jsonl": ROW, "a.png": b"a"}
+PNG = base64.b64decode(  # of one pixel
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR42mNgAAAAAgAB5Sfe/AAAAABJRU5ErkJggg=="
+)
+FILES = {"t.jsonl": ROW, "a.png": PNG}
 SEEING = {"policy": "Model('Qwen/Qwen3-VL-4B-Instruct', images=True)", "source": "Prompts('t.jsonl', images='images')"}
 VISION = "config={'model_type': 'qwen3_vl', 'vision_config': {'depth': 1}}, alphabet=task.alphabet"
 MEGATRON = 'WorkerGroup("learner", backend="megatron")'
@@ -16,10 +21,11 @@ def seeing(name: str, at: tuple[str, ...], files: dict[str, str | bytes] | None 
 
 
 CASES = [
-    seeing("image_of_a_row_is_missing", (), {"t.jsonl": ROW + ROW.replace("a.png", "b.png"), "a.png": b"a"}),
+    seeing("image_of_a_row_is_missing", (), {"t.jsonl": ROW + ROW.replace("a.png", "b.png"), "a.png": PNG}),
+    seeing("junk_for_an_image", (), {"t.jsonl": ROW, "a.png": b"junk!"}),
     seeing("image_is_a_number", (), {"t.jsonl": ROW.replace('"a.png"', "7")}),
-    seeing("more_marks_than_images", (), {"t.jsonl": ROW.replace("which", "<image>, <image>: which"), "a.png": b"a"}),
-    seeing("column_of_images_is_missing", (), {"t.jsonl": ROW.replace("images", "image"), "a.png": b"a"}),
+    seeing("more_marks_than_images", (), {"t.jsonl": ROW.replace("which", "<image>, <image>: which"), "a.png": PNG}),
+    seeing("column_of_images_is_missing", (), {"t.jsonl": ROW.replace("images", "image"), "a.png": PNG}),
     seeing("column_of_images_is_a_list", ("source",), source="Prompts('t.jsonl', images=['images'])"),
     seeing("images_of_a_generated_task", ("source",), source="Prompts(task, images='images')"),
     seeing("images_that_no_model_sees", ("policy",), policy="Model('Qwen/Qwen3-VL-4B-Instruct')"),

@@ -46,7 +46,11 @@ SUBJECTS = (
 )
 BY_SUBJECT = [case for subject in SUBJECTS for case in subject.CASES]
 ALL = [*cases.CHECKED, *cases.RUNNING, *BY_SUBJECT, *resumes.CASES]
-NEEDS = {"jsonl_named_parquet": ("data", "pyarrow"), "math_verify": ("math", "math_verify")}  # by prefix of the name
+NEEDS = {  # by prefix of the name
+    "jsonl_named_parquet": ("data", "pyarrow"),
+    "math_verify": ("math", "math_verify"),
+    "junk_for_an_image": ("vision", "PIL"),
+}
 WAY_ON = ("replay: ", "resume: ")
 ABSENT = re.compile(r".*, which needs the package '([\w.]+)'; it is not installed\. Fix: .*\n")
 OF_A_MACHINE = re.compile(r" at 0x[0-9a-f]+|REPO|site-packages|lib/python|/tmp/")

@@ -238,6 +238,14 @@ def test_8_bit_weights_leave_room_for_the_cache_and_halve_what_a_refit_moves():
         for one in (refit, dataclasses.replace(refit, target=eight))
     )
     assert (moved, fewer) == (part.size_bytes("auto"), part.size_bytes("fp8"))
+    source, target = (tables.load(group, 256, 1024) for group in (refit.source, eight))
+    size = divided(refit.model, refit.source).size_bytes
+    kept = {
+        name: [sum(each.size_bytes for each in one.memory(load)) for load in (source, target)]
+        for name, one in (("auto", refit), ("fp8", dataclasses.replace(refit, target=eight)))
+    }
+    assert refit.path(is_near=True).name == "pull", "whose source keeps one copy"
+    assert kept == {"auto": [size("auto"), 0], "fp8": [2 * size("fp8"), 0]}, "and one of what it quantizes"
 
 
 def test_a_draft_takes_room_from_the_cache_and_speculation_is_taken_to_save_no_time():
@@ -291,6 +299,9 @@ def test_an_adapter_takes_two_products_per_weight_and_room_for_itself():
     load = tables.load(whole.on, 256, 1024)
     work = [one.work(load)[0] for one in (whole, adapter)]
     assert work[1].products == pytest.approx(2 / 3 * work[0].products) and work[1].attention == work[0].attention
+    scored = [PrevLogprobs(one.model.frozen(), on=one.on, microbatch=Packed(16 * 1030)) for one in (whole, adapter)]
+    weights = divided(whole.model, whole.on).weights
+    assert [one.work(load).copied_bytes for one in scored] == [4 * 2 * weights, 0], "an adapter is left out, in place"
     sizes = [{part.name: part.size_bytes for part in one.memory(load)} for one in (whole, adapter)]
     # By hand, of Qwen3-0.6B: A and B of q, k, v, o, gate, up and down in 28 layers.
     inputs_and_outputs = 3 * (1024 + 3072) + 2 * (1024 + 2048) + 2 * (1024 + 1024)

@@ -98,6 +98,22 @@ def test_a_missing_file_is_named_with_its_row_before_the_first_step(tmp_path: Pa
     )
 
 
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [(b"junk!", "whose 5 bytes are no image"), (images.png(0, 16, 16)[:-20], "which is damaged: ")],
+)
+def test_a_file_that_is_no_image_is_named_with_its_row(tmp_path: Path, content: bytes, reason: str) -> None:
+    """By the check, of the first rows; or else when its row is drawn."""
+    (tmp_path / "a.png").write_bytes(images.png(0, 16, 16))
+    (tmp_path / "b.png").write_bytes(content)
+    rows = [{"prompt": f"q{i}", "answer": "", "images": ["a.png", "a.png" if i < 20 else "b.png"]} for i in range(21)]
+    stage = Prompts(write(tmp_path / "d.jsonl", rows), images="images", shuffle=False)
+    assert problems(stage) == [] and draw(stage, range(20))
+    with pytest.raises(StageError, match=rf"d.jsonl:21: column 'images' has 'b.png', {reason}"):
+        draw(stage, [20])
+    assert reason in problem(Prompts(write(tmp_path / "e.jsonl", rows[20:]), images="images")).what
+
+
 def test_tokens_of_images_are_where_the_prompt_has_them(seeing: tuple[TorchEngine, Model, Any]) -> None:
     engine, model, _ = seeing
     prompt_ids, column = prompts(engine, model)

@@ -62,6 +62,34 @@ def test_families_whose_weights_are_quantized(family: str | None, says: str) -> 
     assert len(told) == bool(says) and says in "".join(told)
 
 
+WHOLE_BLOCKS = {
+    "model_type": "qwen3_moe", "hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "head_dim": 64, "num_experts": 8, "num_experts_per_tok": 2, "mlp_only_layers": [0],
+    "moe_intermediate_size": 256, "intermediate_size": 512,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "tensor", "says"),
+    [
+        ({}, 1, ""),
+        ({}, 2, ""),
+        ({"num_key_value_heads": 1}, 1, "64 rows of k_proj"),
+        ({"num_attention_heads": 5}, 1, "320 rows of q_proj"),
+        ({"moe_intermediate_size": 192}, 1, "192 rows of gate_proj (moe_intermediate_size)"),
+        ({"intermediate_size": 200}, 1, "200 rows of gate_proj (intermediate_size)"),
+        ({"intermediate_size": 200, "mlp_only_layers": []}, 1, ""),  # no layer has that size
+        ({"intermediate_size": 256 + 128}, 2, "192 rows of gate_proj (intermediate_size)"),
+        ({"intermediate_size": 511}, 2, "intermediate_size (511)"),
+        ({"model_type": "qwen3", "num_experts": None, "num_key_value_heads": 1}, 1, "64 rows of k_proj"),
+    ],
+)
+def test_blocks_that_a_rank_would_cut(change: dict[str, Any], tensor: int, says: str) -> None:
+    group = WorkerGroup("group", workers=tensor, gpus=tensor, tensor_parallel=tensor, weights="fp8")
+    told = [problem.what for problem in vllm.fits(group, WHOLE_BLOCKS | change, "graph.py:1")]
+    assert bool(told) == bool(says) and says in "".join(told)
+
+
 @pytest.mark.parametrize(
     ("version", "family", "says"),
     [("0.31.2", "gpt_oss", "vLLM 0.31 is"), ("0.32.0", "gpt_oss", ""), ("0.26.0", "qwen3", ""), ("", "gpt_oss", "")],

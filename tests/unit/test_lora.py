@@ -32,7 +32,8 @@ from tests.errors.harness import PROBLEM, command
 from tests.parking import Late
 from tests.shares import weight_hash
 from tests.unit import tiny_graph
-from tests.unit.test_torch_families import NEMOTRON
+from tests.unit.test_folder import DEEPSEEK, GLM
+from tests.unit.test_torch_families import EXPERTS, GPT_OSS, NEMOTRON
 from tests.unit.tiny import QWEN3
 
 torch.set_num_threads(1)
@@ -292,6 +293,8 @@ def test_a_merge_with_another_model_is_refused(finished: Path, argv: tuple[str, 
     assert sorted(finished.rglob("*")) == before
 
 
+PLAIN = DEEPSEEK | {"q_lora_rank": None}
+UNPROJECTED = {name: size for name, size in EXPERTS.items() if name != "moe_latent_size"}
 MOE = {**QWEN3, "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
 
 
@@ -306,11 +309,44 @@ MOE = {**QWEN3, "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_to
         (LoRA(targets=("gate_proj",)), MOE, "'gate_proj', which is a part of the experts", "choose from 'q_proj'"),
         (LoRA(), {"model_type": "gpt2"}, "targets='all' and the model is a 'gpt2'", "name the layers"),
         (16, QWEN3, "lora=16 of a Model", "lora=LoRA(rank=16)"),
+        (LoRA(targets=("q_proj", "k_proj", "q_proj")), QWEN3, "the target 'q_proj' twice", "name 'q_proj' once"),
+        (LoRA(rank=2, targets=("q_a_proj",)), PLAIN, "the target 'q_a_proj'", "choose from 'q_proj'"),
+        (LoRA(rank=2, targets=("q_b_proj",)), PLAIN, "the target 'q_b_proj'", "choose from 'q_proj'"),
+        (LoRA(rank=2, targets=("q_proj",)), DEEPSEEK, "the target 'q_proj'", "choose from 'q_a_proj', 'q_b_proj'"),
+        (LoRA(rank=2, targets=("fc1_latent_proj",)), NEMOTRON, "the target 'fc1_latent_proj'", "choose from"),
+        (LoRA(rank=2, targets=("fc1_latent_proj",)), UNPROJECTED, "the target 'fc1_latent_proj'", "choose from"),
+        (
+            LoRA(rank=2, targets=("in_proj",)),
+            NEMOTRON | {"layers_block_type": ["mlp", "attention"]},
+            "the target 'in_proj'",
+            "choose from",
+        ),
+        (LoRA(rank=17), QWEN3, "LoRA has rank=17", "rank=16, or other targets"),
     ],
 )
 def test_an_adapter_is_checked_before_anything_starts(lora: Any, config: Any, what: str, fix: str) -> None:
     found = list(model_problems(Model("tiny", config=config, alphabet="01", lora=lora)))
     assert len(found) == 1 and what in found[0].what and fix in found[0].fix
+
+
+@pytest.mark.parametrize("config", [QWEN3, MOE, GLM, GPT_OSS, DEEPSEEK, PLAIN, NEMOTRON, EXPERTS, UNPROJECTED])
+def test_the_highest_rank_is_the_smallest_side_of_a_matrix_of_the_network(config: dict[str, Any]) -> None:
+    """Of each target that the network has; the others are refused. The sizes of gpt-oss are not known to the check."""
+    model, known = replace(BASE, config=config), config | {"vocab_size": 12}
+    network = load_network(model, load_tokenizer(model), dtype=torch.float32, device=CPU)
+    named = LoRA().names(str(config["model_type"]))
+    projections = ("fc1_latent_proj", "fc2_latent_proj") if config["model_type"] == "nemotron_h" else ()
+    found: dict[str, int] = {}
+    for name, module in network.named_modules():
+        target = name.rpartition(".")[2]
+        if type(module) is torch.nn.Linear and target in (*named, *projections):
+            found[target] = min(found.get(target, 512), *module.weight.shape)
+    assert len(found) > 3
+    for target in (*named, *projections):
+        lora = LoRA(rank=found.get(target, 1), targets=(target,))
+        assert bool(list(lora.problems(known, "here"))) == (target not in found), target
+        if target in found and config is not GPT_OSS:
+            assert len(list(replace(lora, rank=lora.rank + 1).problems(known, "here"))) == 1, target
 
 
 @pytest.mark.parametrize(

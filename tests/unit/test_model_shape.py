@@ -16,7 +16,9 @@ from ops.flops import Transformer, model_flops, quadratic_cost
 from pipeline import Backend, Model, WorkerGroup
 from pipeline.plan.planner import plan
 from stages import Dynamic, Packed, PrevLogprobs, RefLogprobs, Train
-from stages.model_shape import attention_cost
+from stages.model_shape import attention_cost, shape_faults
+from tests.unit.test_folder import DEEPSEEK, GLM
+from tests.unit.test_torch_families import EXPERTS, GPT_OSS, NEMOTRON
 
 CONFIG = {  # Qwen3-0.6B
     "model_type": "qwen3",
@@ -37,6 +39,34 @@ def test_the_cost_is_that_of_the_operations() -> None:
     one, two = (model_flops(shape, [n], training=True) for n in (1000, 30_000))
     assert two / one == pytest.approx((30_000 + COST * 30_000**2) / (1000 + COST * 1000**2), rel=1e-3)
     assert pytest.approx(1e-4, rel=0.1) == COST
+
+
+@pytest.mark.parametrize(
+    ("config", "what", "why"),
+    [
+        (GLM | {"num_experts_per_tok": 5}, "num_experts_per_tok=5", "it must be at most n_routed_experts=4"),
+        (GPT_OSS | {"num_experts_per_tok": 5}, "num_experts_per_tok=5", "it must be at most num_local_experts=4"),
+        (GLM | {"n_group": 3}, "n_group=3", "it must be a divisor of n_routed_experts=4"),
+        (DEEPSEEK | {"n_group": 4}, "n_group=4", "it must be at most half of n_routed_experts=4"),
+        (DEEPSEEK | {"topk_group": 3}, "topk_group=3", "it must be at most n_group=2"),
+        (DEEPSEEK | {"head_dim": 8}, "head_dim=8", "it must be equal to qk_rope_head_dim=4"),
+        (DEEPSEEK | {"kv_lora_rank": 0}, "kv_lora_rank=0", "it must be a whole number, 1 or more"),
+        (DEEPSEEK | {"q_lora_rank": 0}, "q_lora_rank=0", "it must be a whole number, 1 or more"),
+        (EXPERTS | {"moe_latent_size": -4}, "moe_latent_size=-4", "it must be a whole number, 1 or more"),
+        (NEMOTRON | {"n_groups": 3}, "n_groups=3", "it must be a divisor of mamba_num_heads=4"),
+        (NEMOTRON | {"num_attention_heads": 3, "num_key_value_heads": 2}, "num_attention_heads=3", "a multiple of"),
+    ],
+)
+def test_numbers_that_contradict_each_other_are_told_once(config: dict[str, Any], what: str, why: str) -> None:
+    ((said, because),) = shape_faults(config)
+    assert said == what and why in because
+
+
+@pytest.mark.parametrize("config", [GLM, DEEPSEEK, GPT_OSS, NEMOTRON, EXPERTS])
+def test_numbers_that_are_left_out_or_null_are_not_wrong(config: dict[str, Any]) -> None:
+    nothing = {"q_lora_rank": None, "moe_latent_size": None, "head_dim": None}
+    assert not shape_faults(config) and not shape_faults(config | nothing)
+    assert not any(shape_faults({key: config[key] for key in config if key != left}) for left in config)
 
 
 def folder(tmp_path: Path, text: str) -> Model:

@@ -22,7 +22,7 @@ from pipeline.rundir import RunDir
 from stages import ClippedLoss, PrevLogprobs, Reward, Rollout, Train
 from stages.backends import Batch, Draws, Optimization, Sampling, engine, one_shard, part
 from stages.backends.model.routes import numbered, table, unknown
-from stages.routes import routed_experts
+from stages.routes import mixture_problems, routed_experts
 from tests.shares import weight_hash
 from tests.unit import tiny_graph
 from tests.unit.test_folder import DEEPSEEK, GLM, MIXTURE
@@ -226,6 +226,23 @@ def test_the_field_has_the_smallest_dtype_that_also_holds_a_number_for_unknown_e
     for experts, dtype in ((128, "uint8"), (255, "uint8"), (256, "int16")):
         assert routed_experts(policy(num_experts=experts)).dtype == dtype
     assert routed_experts(Model("Qwen/Qwen3-30B-A3B", router_replay=True)).dtype == "int16"
+
+
+@pytest.mark.parametrize(
+    ("config", "has"),
+    [
+        (GLM, True),
+        (GLM | {"first_k_dense_replace": 9}, False),
+        (DEEPSEEK | {"num_hidden_layers": 1}, False),
+        (MIXTURE | {"mlp_only_layers": [0]}, True),
+        (MIXTURE | {"mlp_only_layers": [0, 1]}, False),
+        (MIXTURE | {"decoder_sparse_step": 3}, False),
+        ({"model_type": "glm4_moe"}, True),  # as far as that is known
+    ],
+)
+def test_a_mixture_without_a_layer_that_has_experts_is_refused(config: dict[str, Any], has: bool) -> None:
+    found = list(mixture_problems(Model("mixture", config=config, alphabet="01", router_replay=True)))
+    assert [problem.why for problem in found] == ([] if has else ["none of its layers has experts"])
 
 
 def many_ones(response: str) -> float:

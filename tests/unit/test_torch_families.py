@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from stages.backends.model.weights import weights
 from stages.backends.torch.engine import TorchEngine
 from stages.backends.torch.optimize import TorchLearner
 from stages.backends.torch.score import score
+from stages.model_shape import shape_faults
 from tests.unit.test_folder import DEEPSEEK, GLM
 from tests.unit.tiny import QWEN3
 
@@ -114,6 +116,32 @@ def test_the_bias_of_experts_keeps_float32_when_weights_are_halved(family: str) 
     assert tensors[name].dtype == "float32" and held[name].dtype == weights(made, torch.bfloat16)[name].dtype
     assert held[name].tolist() == torch.linspace(-0.3, 0.3, 4).tolist()
     assert all(tensor.dtype == torch.bfloat16 for other, tensor in held.items() if other != name)
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "runs"),
+    [
+        ("glm4_moe", {"num_experts_per_tok": 4}, True),
+        ("glm4_moe", {"num_experts_per_tok": 5}, False),
+        ("gpt_oss", {"num_experts_per_tok": 5}, False),
+        ("glm4_moe", {"n_group": 3}, False),
+        ("deepseek_v3", {"n_group": 4}, False),  # of one expert each
+        ("deepseek_v3", {"topk_group": 2}, True),
+        ("deepseek_v3", {"topk_group": 3}, False),
+        ("deepseek_v3", {"head_dim": 4}, True),
+        ("deepseek_v3", {"head_dim": 8}, False),  # transformers rotates that many
+        ("deepseek_v3", {"q_lora_rank": None}, True),
+        ("nemotron_h", {"n_groups": 4}, True),
+        ("nemotron_h", {"n_groups": 3}, False),
+    ],
+)
+def test_a_check_refuses_what_transformers_does_not_compute(family: str, change: dict[str, Any], runs: bool) -> None:
+    config = FAMILIES[family] | change
+    assert bool(shape_faults(config)) != runs
+    model = Model(family, config=config, alphabet="0123456789")
+    made = load_network(model, load_tokenizer(model), dtype=torch.float32, device=torch.device("cpu"))
+    with contextlib.nullcontext() if runs else pytest.raises(RuntimeError):
+        made(torch.arange(2, 8)[None])
 
 
 ATTENTION, MLP = {"q_proj", "k_proj", "v_proj", "o_proj"}, {"gate_proj", "up_proj", "down_proj"}

@@ -28,6 +28,7 @@ from stages.backends.model.decoder import (
     StateSpace,
     Yarn,
 )
+from stages.model_shape import is_sparse
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,25 +237,16 @@ def _latent(config: Mapping[str, Any]) -> Latent:
 
 def _mlp(config: Mapping[str, Any], family: Family, number: int) -> Mlp:
     """The feed-forward part of a layer, counted from 0."""
-    if family.mixture == "softmax" and _is_sparse(config, number):
+    if family.mixture == "softmax" and is_sparse(config, number):
         return Sparse(
             experts=config.get("num_experts") or config["num_local_experts"],
             chosen=config["num_experts_per_tok"],
             inner=config["moe_intermediate_size"],
             renormalised=bool(config["norm_topk_prob"]),
         )
-    if family.mixture == "sigmoid" and number >= config["first_k_dense_replace"]:
+    if family.mixture == "sigmoid" and is_sparse(config, number):
         return replace(_sigmoid(config), shared=config["moe_intermediate_size"] * (config["n_shared_experts"] or 0))
     return Dense(inner=config["intermediate_size"])
-
-
-def layers_with_experts(config: Mapping[str, Any]) -> list[int]:
-    """Return which layers, counted from 0, have a mixture of experts."""
-    family = FAMILIES[config["model_type"]]
-    if family.hybrid:
-        return [number for number, kind in enumerate(block_kinds(config)) if kind == "moe"]
-    layers = range(config["num_hidden_layers"])
-    return [number for number in layers if isinstance(_mlp(config, family, number), Sparse)]
 
 
 def _sigmoid(config: Mapping[str, Any]) -> Sparse:
@@ -269,12 +261,6 @@ def _sigmoid(config: Mapping[str, Any]) -> Sparse:
         kept=config["topk_group"],
         scale=float(config["routed_scaling_factor"]),
     )
-
-
-def _is_sparse(config: Mapping[str, Any], number: int) -> bool:
-    """Whether a layer of a Qwen mixture has experts."""
-    dense = number in (config.get("mlp_only_layers") or ())
-    return not dense and (number + 1) % (config.get("decoder_sparse_step") or 1) == 0
 
 
 def _rope(config: Mapping[str, Any], family: Family, mixer: Mixer) -> Rope:

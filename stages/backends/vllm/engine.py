@@ -24,7 +24,6 @@ from pipeline import Model, StageContext, StageError, WorkerGroup
 from pipeline.declare.columns import Ragged
 from pipeline.errors import Problem
 from stages.backends import PULL, Cancelled, Decoded, Draws, Generation, Route, Sampling, ServedWeights, samples_of
-from stages.backends.model.families import layers_with_experts
 from stages.backends.model.folder import model_folder
 from stages.backends.model.quantized_folder import quantized_folder
 from stages.backends.model.text import Tokenizers
@@ -33,6 +32,7 @@ from stages.backends.vllm import environment, processes
 from stages.backends.vllm.limits import cache_problems
 from stages.backends.vllm.running import RunningRequests
 from stages.backends.vllm.weights import VersionShares, expected
+from stages.model_shape import sparse_layers
 from stages.routes import mixture_problems, replays
 
 if TYPE_CHECKING:
@@ -276,7 +276,7 @@ def _layers(model: Model, folder: Path) -> list[int]:
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False).to_dict()
     if problems := list(mixture_problems(model, config)):
         raise StageError(*problems)
-    return layers_with_experts(config)
+    return sparse_layers(config)
 
 
 def _closing(folder: Path, tokenizer: PreTrainedTokenizerBase) -> list[int]:

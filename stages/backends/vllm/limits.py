@@ -12,7 +12,7 @@ from ops.flops import block_kinds, inner_size
 from pipeline import Model, WorkerGroup
 from pipeline.errors import Problem, counted
 from stages.backends import model_problems
-from stages.model_shape import known_config, shape_faults, uneven
+from stages.model_shape import MIXTURES, known_config, shape_faults, sparse_layers, uneven
 
 BLOCK = 128  # rows and columns of a quantized matrix that have one scale
 EIGHT_BIT = ("llama", "qwen2", "qwen3", "qwen3_moe")  # families whose quantized weights were tested
@@ -193,23 +193,34 @@ def _cut_block(config: Mapping[str, Any], ranks: int) -> str:
     """The first matrix of a layer that ranks cannot divide or stack in whole blocks, with its size; "" if they can, or
     if the config does not say."""
     try:
-        inner, width = inner_size(config), config[inner_size(config)] / ranks
+        inner = {name: config[name] / ranks for name in _inner_names(config)}
         heads, hidden = config["num_attention_heads"], config["hidden_size"]
         head, groups = config.get("head_dim") or hidden // heads, config.get("num_key_value_heads") or heads
         queries, keys = head * heads / ranks, head * max(1, groups / ranks)
     except (KeyError, TypeError, ValueError, ArithmeticError):
         return ""
-    parts = [("rows of q_proj", queries), ("rows of k_proj", keys), (f"rows of gate_proj ({inner})", width)]
-    parts += [("columns of o_proj", queries), (f"columns of down_proj ({inner})", width)] if ranks > 1 else []
+    parts = [("rows of q_proj", queries), ("rows of k_proj", keys)]
+    parts += [(f"rows of gate_proj ({name})", width) for name, width in inner.items()]
+    parts += [("columns of o_proj", queries)] if ranks > 1 else []
+    parts += [(f"columns of down_proj ({name})", width) for name, width in inner.items() if ranks > 1]
     return next((f"{size:g} {part}" for part, size in parts if size % BLOCK), "")
 
 
 def _uneven_inner(config: Mapping[str, Any], ranks: int) -> str:
-    """The name of the inner size of a feed-forward layer, or of an expert, that ranks cannot divide; "" if they can, or
-    if the config does not say which it is."""
+    """The name of the inner size of feed-forward layers, or of experts, that ranks cannot divide; "" if they can, or if
+    the config does not say which it is."""
+    names = (name for name in _inner_names(config) if isinstance(config.get(name), int))
+    return next((name for name in names if config[name] % ranks), "")
+
+
+def _inner_names(config: Mapping[str, Any]) -> list[str]:
+    """The names under which a config has the inner sizes of experts and of its other feed-forward layers; none if it
+    does not say."""
     try:
-        name = inner_size(config)
-    except (TypeError, ValueError):
-        return ""
-    size = config.get(name)
-    return name if isinstance(size, int) and size % ranks else ""
+        if config.get("model_type") not in MIXTURES:
+            return [inner_size(config)]
+        sparse = len(sparse_layers(config))
+        dense = config["num_hidden_layers"] - sparse
+    except (KeyError, TypeError, ValueError):
+        return []
+    return ["moe_intermediate_size"] * (sparse > 0) + ["intermediate_size"] * (dense > 0)
