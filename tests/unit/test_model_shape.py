@@ -17,7 +17,7 @@ from pipeline import Backend, Model, WorkerGroup
 from pipeline.plan.planner import plan
 from stages import Dynamic, Packed, PrevLogprobs, RefLogprobs, Train
 from stages.model_shape import attention_cost, shape_faults
-from tests.unit.test_folder import DEEPSEEK, GLM
+from tests.unit.test_folder import DEEPSEEK, GLM, MIXTURE
 from tests.unit.test_torch_families import EXPERTS, GPT_OSS, NEMOTRON
 
 CONFIG = {  # Qwen3-0.6B
@@ -44,6 +44,7 @@ def test_the_cost_is_that_of_the_operations() -> None:
 @pytest.mark.parametrize(
     ("config", "what", "why"),
     [
+        (MIXTURE | {"num_experts_per_tok": 5}, "num_experts_per_tok=5", "it must be at most num_experts=4"),
         (GLM | {"num_experts_per_tok": 5}, "num_experts_per_tok=5", "it must be at most n_routed_experts=4"),
         (GPT_OSS | {"num_experts_per_tok": 5}, "num_experts_per_tok=5", "it must be at most num_local_experts=4"),
         (GLM | {"n_group": 3}, "n_group=3", "it must be a divisor of n_routed_experts=4"),
