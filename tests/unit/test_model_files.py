@@ -212,7 +212,7 @@ def without(*tensors: str, prefix: str = "") -> Callable[[Path], None]:
 WEIGHTS, INDEX, PART = "model.safetensors", "model.safetensors.index.json", "model-1.safetensors"
 KEYS = "model.layers.1.self_attn.k_proj.weight"
 NO_SCALE = rf"{WEIGHTS}: it has {KEYS} in 8-bit floats, and there is no {KEYS}_scale_inv; "
-NO_CONFIG = rf"it has model.layers.0.mlp.down_proj.weight and 13 more in 8-bit floats, and config.json has no quantiz"
+NO_CONFIG = r"it has model.layers.0.mlp.down_proj.weight and 13 more in 8-bit floats, and config.json has no quantiz"
 
 
 def eight_bit(folder: Path) -> None:
