@@ -323,7 +323,7 @@ class BaseTrainer(Tokenizers, ABC):
         before_bytes = bytes_in_use(self.device)
         for learner in self._learners.values():
             learner.park(room)
-        if room is None:  # whoever starts beside it counts what is free
+        if room is None:  # what starts beside it counts what is free
             release_unused(self.device)
         return before_bytes, bytes_in_use(self.device)
 
