@@ -247,7 +247,10 @@ class BaseLearner(Learner, ABC):
     def _check_same(self, folder: Path) -> None:
         """Raise CheckpointError if the state is that of another backend or adapter, as far as the folder says: that of
         an older version does not name its backend, and where no model is described, its adapter is not known."""
-        backend = json.loads((folder / COUNTERS).read_bytes()).get(_BACKEND, self.backend)
+        written = json.loads((folder / COUNTERS).read_bytes())
+        if not isinstance(written, dict):
+            raise ValueError(f"{COUNTERS} is no JSON object")
+        backend = written.get(_BACKEND, self.backend)
         if backend != self.backend:
             what = f"the backend {backend!r} saved the learner's state, and the learner now has {self.backend!r}"
             why = "each backend saves weights and optimizer in a form of its own"
