@@ -50,6 +50,11 @@ class FileFault(NamedTuple):
     what: str
     why: str
 
+    def problem(self, model: Model) -> Problem:
+        """Return it as an error of the model that has the file."""
+        what, fix = f"{self.file}: {self.what}", "save or download the model again"
+        return Problem(where=str(model.location), what=what, why=self.why, fix=fix)
+
 
 def attention_cost(model: Model) -> float:
     """q, 1 / tokens: a sample of n tokens costs n + q n^2 tokens. 0.0 if the model's shape is unknown before it loads.

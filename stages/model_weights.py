@@ -14,15 +14,19 @@ from typing import Any
 
 import msgspec
 
+from pipeline import Model, StageError
 from pipeline.reading import BROKEN, check_file, decode, reason
-from stages.model_shape import DENSE, FAMILIES, LATENT, OPTIONAL, FileFault, says_heads
+from stages.model_shape import DENSE, FAMILIES, LATENT, OPTIONAL, FileFault, read_config, says_heads
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _LONGEST = 100_000_000  # bytes of a header, as the safetensors library has it
 _LENGTH = struct.Struct("<Q")
+_EIGHT_BIT = ("F8_E4M3", "F8_E5M2")  # floats that stand for numbers only together with a scale
+_SCALED = {"fp8": "_scale_inv"}  # how the names of scales end, by quant_method
 
 
 class _TensorHeader(msgspec.Struct):
+    dtype: str
     shape: tuple[int, ...]
     data_offsets: tuple[int, int]
 
@@ -35,26 +39,36 @@ class _Index(msgspec.Struct):
 
 def weight_faults(folder: Path, config: Mapping[str, Any]) -> list[FileFault]:
     """Return why the weights of a folder cannot be those of its config: files that are absent, damaged or cut, and
-    tensors that are absent or have another shape. Knows the shapes of the families in `model_shape`."""
+    tensors that are absent, have another shape, or are 8-bit floats without their scale. Knows the shapes of the
+    families in `model_shape`."""
     try:
         listed = _listed(folder)
     except BROKEN as error:
         return [FileFault(folder / INDEX, f"it cannot be read: {reason(error)}", "it says which file has a tensor")]
-    shapes: dict[str, tuple[int, ...]] = {}
+    headers: dict[str, _TensorHeader] = {}
     places: dict[str, Path] = {}
     faults = []
     for name, wanted in listed.items():
         file = folder / name
         try:
-            held = _shapes(file)
+            held = _headers(file)
         except BROKEN as error:
             faults.append(FileFault(file, f"it cannot be read: {reason(error)}", "it has weights of the model"))
             continue
         if absent := sorted(wanted - held.keys()):
             faults.append(FileFault(file, f"it has no {_first(absent)}", f"{INDEX} says that it has"))
-        shapes |= held
+        headers |= held
         places |= dict.fromkeys(held, file)
-    return faults or _differences(folder, config, shapes, places)
+    shapes = {name: header.shape for name, header in headers.items()}
+    return faults or _unscaled(config, headers, places) or _differences(folder, config, shapes, places)
+
+
+def refuse_weights(model: Model, folder: Path) -> None:
+    """Raise StageError if the weights that a model was or will be loaded from, local or fetched from a hub, cannot be
+    those of its config."""
+    config, faults = read_config(folder / "config.json")
+    if problems := [fault.problem(model) for fault in ([] if faults else weight_faults(folder, config))]:
+        raise StageError(*problems)
 
 
 def read_index(folder: Path) -> dict[str, str]:
@@ -73,8 +87,8 @@ def _listed(folder: Path) -> dict[str, set[str]]:
     return files
 
 
-def _shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a file's tensors. Raises OSError or ValueError if it is no whole safetensors file."""
+def _headers(path: Path) -> dict[str, _TensorHeader]:
+    """Return what a file says of its tensors. Raises OSError or ValueError if it is no whole safetensors file."""
     check_file(path)
     size = path.stat().st_size
     with path.open("rb") as file:
@@ -88,7 +102,23 @@ def _shapes(path: Path) -> dict[str, tuple[int, ...]]:
     named = _LENGTH.size + length + max((tensor.data_offsets[1] for tensor in tensors.values()), default=0)
     if named != size:
         raise ValueError(f"it has {size:,} bytes, and its header describes {named:,}")
-    return {name: tensor.shape for name, tensor in tensors.items()}
+    return tensors
+
+
+def _unscaled(
+    config: Mapping[str, Any], headers: Mapping[str, _TensorHeader], places: Mapping[str, Path]
+) -> list[FileFault]:
+    """Return the tensors of 8-bit floats that would be read as if these were the numbers: their scales are missing, or
+    the config does not say that they have any."""
+    how = config.get("quantization_config")
+    ending = _SCALED.get(str(how.get("quant_method"))) if isinstance(how, Mapping) else None
+    names = [name for name, header in headers.items() if header.dtype in _EIGHT_BIT]
+    lacking = sorted(name for name in names if not how or (ending and name + ending not in headers))
+    if not lacking:
+        return []
+    lacks = f"there is no {lacking[0]}{ending}" if how else "config.json has no quantization_config"
+    what = f"it has {_first(lacking)} in 8-bit floats, and {lacks}"
+    return [FileFault(places[lacking[0]], what, "they would be read without their scales, as other numbers")]
 
 
 def _differences(

@@ -83,7 +83,7 @@ def _places(first: str) -> list[Path]:
     if spec is None:
         return []
     found = spec.submodule_search_locations or [(spec.origin or "").removesuffix(".py")]
-    return [Path(place) for place in found if is_user_file(place)]
+    return [Path(place) for place in found if is_user_file(str(place))]
 
 
 def rename(where: str, name: str, theirs: Path) -> Problem:

@@ -434,7 +434,7 @@ def _folder_problems(model: Model) -> Iterator[Problem]:
         return
     config, faults = read_config(folder / "config.json")
     faults += tokenizer_faults(folder)
-    for file, what, why in faults or weight_faults(folder, config):
-        yield Problem(where=where, what=f"{file}: {what}", why=why, fix="save or download the model again")
+    for fault in faults or weight_faults(folder, config):
+        yield fault.problem(model)
     yield from code_problems(model)
     yield from [] if is_elsewhere() else lacking_problems(model)

@@ -14,6 +14,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -29,12 +30,13 @@ from pipeline import Model, StageError
 from pipeline.declare.columns import Ragged
 from pipeline.declare.parameters import is_whole
 from pipeline.declare.ranks import Ranks
+from pipeline.declare.saved_model import MODEL
 from pipeline.declare.sharding import Update
 from pipeline.errors import CheckpointError, Problem, naming, shown
 from pipeline.reading import BROKEN, check_files, reason
 from stages.backends.device import Parking, bytes_in_use, host_copy, release_unused, sent
 from stages.backends.interface import Batch, Learner, Optimization, Route
-from stages.backends.model.adapters import is_adapter
+from stages.backends.model.adapters import is_adapter, read_adapter_config
 from stages.backends.model.padding import pad_right
 from stages.backends.model.places import Placed
 from stages.backends.model.routes import Disagreement
@@ -43,9 +45,10 @@ from stages.backends.model.text import Tokenizers, identity
 from stages.backends.objective import MAXIMA, Scored, on_device, read
 from stages.backends.refit.quantizer import Reduce
 from stages.backends.refit.source import Source
+from stages.lora import LoRA
 from stages.losses import PolicyLoss
 
-COUNTERS = "learner.json"
+COUNTERS, _BACKEND = "learner.json", "backend"
 File: TypeAlias = tuple[str, Iterable[tuple[str, torch.Tensor]]]  # a name, and tensors by name
 
 
@@ -53,6 +56,8 @@ class BaseLearner(Learner, ABC):
     """A network with its optimizer. All ranks call every method together."""
 
     network: Any
+    backend: str  # by name
+    lora: LoRA | None = None  # the adapter that is trained, its targets by name
     _computing: Callable[[], AbstractContextManager[None]] = nullcontext  # the context of an update
 
     def __init__(self, settings: Optimization, device: torch.device, ranks: Ranks) -> None:
@@ -200,7 +205,8 @@ class BaseLearner(Learner, ABC):
         """Let rank 0 write what is no tensor."""
         if self.ranks.rank == 0:
             with naming(folder / COUNTERS):
-                (folder / COUNTERS).write_text(json.dumps(self._described(counters)))
+                written = {_BACKEND: self.backend, **self._described(counters)}
+                (folder / COUNTERS).write_text(json.dumps(written))
 
     @abstractmethod
     def saved_bytes(self) -> int:
@@ -210,15 +216,17 @@ class BaseLearner(Learner, ABC):
     def _files(self) -> Iterator[File]:
         """Yield the files that this rank saves, with tensors on any device. All ranks exhaust it together."""
 
-    def _described(self, counters: dict[str, int]) -> Any:
-        """What `_read` finds in the file `COUNTERS`, as JSON."""
+    def _described(self, counters: dict[str, int]) -> dict[str, Any]:
+        """What `_read` finds in the file `COUNTERS`, as JSON, beside the backend."""
         return counters
 
     def restore(self, folder: Path) -> None:
-        """Load what `save` wrote into `folder`. Raises CheckpointError if a file is missing or incomplete."""
+        """Load what `save` wrote into `folder`. Raises CheckpointError if a file is missing or incomplete, or if
+        another backend wrote it, or another adapter is in it."""
         self.parking.arrive()
         try:
             check_files(folder)
+            self._check_same(folder)
             counters = self._read(folder)
             self.updates, self.skipped = counters["updates"], counters["skipped"]
             if not (is_whole(self.updates, 0) and is_whole(self.skipped, 0)):
@@ -235,6 +243,26 @@ class BaseLearner(Learner, ABC):
                     fix="resume from another checkpoint",
                 )
             ) from error
+
+    def _check_same(self, folder: Path) -> None:
+        """Raise CheckpointError if the state is that of another backend or adapter, as far as the folder says: that of
+        an older version does not name its backend, and where no model is described, its adapter is not known."""
+        written = json.loads((folder / COUNTERS).read_bytes())
+        if not isinstance(written, dict):
+            raise ValueError(f"{COUNTERS} is no JSON object")
+        backend = written.get(_BACKEND, self.backend)
+        if backend != self.backend:
+            what = f"the backend {backend!r} saved the learner's state, and the learner now has {self.backend!r}"
+            why = "each backend saves weights and optimizer in a form of its own"
+            raise CheckpointError(_changed(folder, what, why, f"with backend={backend!r} for the learner's group"))
+        if not (folder / MODEL).is_dir():
+            return
+        saved, own = read_adapter_config(folder / MODEL), self.lora
+        own = own and replace(own, targets=tuple(sorted(own.targets)))
+        if saved != own:
+            what = f"the checkpoint has {_adapter(saved, own)}, and the model now has {_adapter(own, saved)}"
+            fix = f"with lora={saved} of the Model" if saved else "without lora= of the Model"
+            raise CheckpointError(_changed(folder, what, "a resumed run continues as if it had not stopped", fix))
 
     @abstractmethod
     def _read(self, folder: Path) -> dict[str, int]:
@@ -335,6 +363,17 @@ class BaseTrainer(Tokenizers, ABC):
     def peak_tflops(self) -> float | None:
         """Peak TFLOP/s of the GPU, by its name; None on a CPU."""
         return peak_tflops(torch.cuda.get_device_name(self.device)) if self.device.type == "cuda" else None
+
+
+def _adapter(lora: LoRA | None, other: LoRA | None) -> str:
+    """Describe an adapter, by what it has unlike another one."""
+    own = {} if lora is None else vars(lora)
+    differs = [f"{name}={value}" for name, value in own.items() if other is None or value != getattr(other, name)]
+    return f"an adapter with {', '.join(differs)}" if differs else "no adapter"
+
+
+def _changed(folder: Path, what: str, why: str, fix: str) -> Problem:
+    return Problem(where=str(folder), what=what, why=why, fix=f"resume {fix}, or start a new run in another folder")
 
 
 def reduce(tensor: torch.Tensor, how: Literal["max", "sum"]) -> None:

@@ -22,6 +22,7 @@ from pipeline.declare.ranks import RankLayout, Ranks, open_store
 from pipeline.declare.sharding import Dynamic, Packed, Plain
 from pipeline.errors import CheckpointError
 from stages import LoRA
+from stages.backends.model.build import character_tokenizer
 from stages.backends.model.decoder import Decoder, Dense, Grouped, Latent, Layer, Sparse
 from tests.drafts import write_checkpoint
 from tests.forked import Command
@@ -503,6 +504,26 @@ def test_other_parallel_sizes_and_missing_files_are_refused(
     shard.write_bytes(shard.read_bytes()[:-100])
     with pytest.raises(CheckpointError, match="cannot be read"):
         learner.restore(tmp_path)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "glm4_moe", "deepseek_v3", "nemotron_h"])
+def test_an_adapter_of_all_targets_resumes_and_another_one_is_refused(
+    cases: Any, groups: Any, engine: Any, folder: Path, tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Model(str(folder / family), lora=LoRA(rank=2, alpha=4))
+    monkeypatch.setattr(engine, "tokenizer", lambda _: character_tokenizer("01"))  # most of these folders have none
+    first = engine.learner(model, cases.OPTIMIZATION)
+    first.save(tmp_path)
+    engine.describe(model, tmp_path / "model")
+    first.restore(tmp_path)
+    for lora, has in ((LoRA(rank=2, alpha=5), "an adapter with alpha=5;"), (None, "no adapter;")):
+        learner = cases.MegatronEngine(groups).learner(replace(model, lora=lora), cases.OPTIMIZATION)
+        with pytest.raises(CheckpointError, match=rf"the checkpoint has an adapter with .*alpha=4.* now has {has}"):
+            learner.restore(tmp_path)
+    counters = json.loads((tmp_path / "learner.json").read_text())
+    (tmp_path / "learner.json").write_text(json.dumps(counters | {"backend": "torch"}))
+    with pytest.raises(CheckpointError, match=r"the backend 'torch' saved .* now has 'megatron'; "):
+        first.restore(tmp_path)
 
 
 def test_a_large_state_is_several_files_and_all_of_them_are_needed(

@@ -41,11 +41,13 @@ class Lengths(Stage):
 """
 
 
-def weights(shapes: Mapping[str, Sequence[int]] = NO_SHAPES, lacks: int = 0) -> dict[str, bytes]:
+def weights(
+    shapes: Mapping[str, Sequence[int]] = NO_SHAPES, lacks: int = 0, dtype: str = "U8"
+) -> dict[str, str | bytes]:
     """Return a safetensors file in the folder m, of bytes of these shapes, without some bytes at its end."""
     header, size = {}, 0
     for name, shape in shapes.items():
-        header[name] = {"dtype": "U8", "shape": shape, "data_offsets": [size, size + math.prod(shape)]}
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [size, size + math.prod(shape)]}
         size += math.prod(shape)
     text = json.dumps(header).encode()
     return {"m/model.safetensors": len(text).to_bytes(8, "little") + text + bytes(size - lacks)}
@@ -302,6 +304,7 @@ CODED = weights() | {
     "m/config.json": json.dumps(SAVED | {"auto_map": {"AutoModelForCausalLM": "modeling_own.Own"}}),
     "m/tokenizer.json": "{}",
 }
+EIGHT_BIT = FOLDER | weights({"model.embed_tokens.weight": [16, 64], "model.norm.weight": [64]}, dtype="F8_E4M3")
 OTHER_SIZES = {"model.embed_tokens.weight": [8, 64]}
 SHAPELESS = json.dumps({name: value for name, value in SAVED.items() if not name.startswith(("hidden", "num"))})
 MODELS = [
@@ -317,6 +320,12 @@ MODELS = [
     Case("model_folder_of_pickles", {"policy": "Model('m')"}, files=FOLDER | {"m/pytorch_model.bin": b""}),
     Case("model_folder_of_cut_weights", {"policy": "Model('m')"}, files=FOLDER | weights(OTHER_SIZES, lacks=12)),
     Case("model_folder_of_other_sizes", {"policy": "Model('m')"}, files=FOLDER | weights(OTHER_SIZES)),
+    Case("model_folder_of_8_bits_without_quantization_config", {"policy": "Model('m')"}, files=EIGHT_BIT),
+    Case(
+        "model_folder_of_8_bits_without_scales",
+        {"policy": "Model('m')"},
+        files=EIGHT_BIT | {"m/config.json": json.dumps(SAVED | {"quantization_config": {"quant_method": "fp8"}})},
+    ),
     Case(
         "model_folder_of_a_cut_tokenizer",
         {"policy": "Model('m')"},

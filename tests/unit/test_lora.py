@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from pipeline import Backend, Graph, Model, WorkerGroup
 from pipeline.declare.columns import Ragged
 from pipeline.declare.sharding import Plain, Sharding
 from pipeline.engine.driver import Driver
+from pipeline.errors import CheckpointError
 from pipeline.executors.local import LocalExecutor
 from pipeline.plan.planner import plan
 from pipeline.rundir import RunDir
@@ -40,6 +42,7 @@ torch.set_num_threads(1)
 CPU = torch.device("cpu")
 BASE = Model("tiny", config=QWEN3, alphabet="0123456789")
 HIDDEN = QWEN3["hidden_size"]
+ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 TARGETS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")  # the layers with HIDDEN inputs
 FULL = LoRA(rank=HIDDEN, alpha=HIDDEN, targets=TARGETS)  # scaling 1
 
@@ -171,6 +174,40 @@ def test_a_restored_adapter_continues_bit_for_bit(tmp_path: Path) -> None:
     assert updated(first, batch) == updated(second, batch)  # type: ignore[arg-type]
     ends = [engine.trained_weights(policy) for engine in engines]
     assert all(torch.equal(tensor, ends[1][name]) for name, tensor in ends[0].items())
+
+
+@pytest.mark.parametrize(
+    ("saved", "now", "says"),
+    [
+        (LoRA(rank=4), LoRA(rank=4, targets=[*reversed(ALL)]), ""),  # the same in other words
+        (LoRA(rank=4), LoRA(rank=4, alpha=8), "with alpha=32, and the model now has an adapter with alpha=8; "),
+        (LoRA(rank=4), LoRA(rank=8), "with rank=4, and .* with rank=8; .* resume with lora=LoRA"),
+        (LoRA(targets=("q_proj",)), LoRA(targets=("k_proj",)), r"=\('q_proj',\), and .*=\('k_proj',\); "),
+        (LoRA(rank=4), None, "an adapter with rank=4, alpha=32, targets=.* now has no adapter; .* with lora=LoRA"),
+        (None, LoRA(rank=4), "no adapter, and the model now has an adapter with rank=4, .*: resume without lora="),
+    ],
+)  # fmt: skip
+def test_a_resume_with_another_adapter_is_refused(tmp_path: Path, saved: Any, now: Any, says: str) -> None:
+    policies = [replace(BASE, lora=lora) for lora in (saved, now)]
+    engines = [TorchEngine(CPU, torch.float32, run_dir=tmp_path) for _ in policies]
+    first, second = (one.learner(policy, Optimization(lr=1e-2)) for one, policy in zip(engines, policies))
+    (folder := tmp_path / "saved").mkdir()
+    first.save(folder)
+    engines[0].describe(policies[0], folder / "model")
+    with pytest.raises(CheckpointError, match=says) if says else nullcontext():
+        second.restore(folder)
+
+
+def test_a_resume_with_another_backend_is_refused_and_an_older_checkpoint_is_not(tmp_path: Path) -> None:
+    one, file = TorchEngine(CPU, torch.float32).learner(BASE, Optimization(lr=1e-2)), tmp_path / "learner.json"
+    one.save(tmp_path)
+    counters = json.loads(file.read_text())
+    file.write_text(json.dumps(counters | {"backend": "megatron"}))
+    with pytest.raises(CheckpointError, match=r"the backend 'megatron' saved .* now has 'torch'; .*backend='megatron'"):
+        one.restore(tmp_path)
+    del counters["backend"]
+    file.write_text(json.dumps(counters))
+    one.restore(tmp_path)
 
 
 def test_a_learner_that_sleeps_leaves_the_model_too_and_goes_on_to_the_bit() -> None:

@@ -6,17 +6,20 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from ops.quantize import dequantized
 from pipeline import Model, StageError, WorkerGroup
 from stages import Rollout, Train
 from stages.backends import backend_problems, model_problems
 from stages.backends.model.build import load_network, load_tokenizer
 from stages.backends.model.folder import model_folder
+from stages.backends.model.quantized_folder import quantized_folder
 from stages.backends.torch.reward_model import open_reward_model
 from tests.unit.test_folder import DEEPSEEK, GLM, MIXTURE, POLICY
 from tests.unit.tiny import QWEN3
@@ -208,6 +211,27 @@ def without(*tensors: str, prefix: str = "") -> Callable[[Path], None]:
 
 WEIGHTS, INDEX, PART = "model.safetensors", "model.safetensors.index.json", "model-1.safetensors"
 KEYS = "model.layers.1.self_attn.k_proj.weight"
+NO_SCALE = rf"{WEIGHTS}: it has {KEYS} in 8-bit floats, and there is no {KEYS}_scale_inv; "
+NO_CONFIG = r"it has model.layers.0.mlp.down_proj.weight and 13 more in 8-bit floats, and config.json has no quantiz"
+
+
+def eight_bit(folder: Path) -> None:
+    """Quantize the matrices of a folder's layers, in one file."""
+    made = quantized_folder(folder, folder)
+    (file,) = made.glob("*.safetensors")
+    shutil.copyfile(file, folder / WEIGHTS)
+    shutil.copyfile(made / "config.json", folder / "config.json")
+    shutil.rmtree(folder / "models")
+
+
+def after(*changes: Callable[[Path], None]) -> Callable[[Path], None]:
+    """Quantize a folder, and then change it."""
+
+    def damage(folder: Path) -> None:
+        for change in (eight_bit, *changes):
+            change(folder)
+
+    return damage
 
 
 @pytest.mark.parametrize(
@@ -232,6 +256,11 @@ KEYS = "model.layers.1.self_attn.k_proj.weight"
         (configured(vocab_size=99, model_type="gpt2"), ""),
         (configured(vocab_size=99, quantization_config={"bits": 4}), ""),
         (configured(num_hidden_layers=1), ""),
+        (eight_bit, ""),
+        (after(in_two_files), ""),
+        (after(without(f"{KEYS}_scale_inv")), NO_SCALE),
+        (after(configured(quantization_config=...)), NO_CONFIG),
+        (after(configured(quantization_config=None)), NO_CONFIG),
         (without("lm_head.weight", prefix="model."), ""),  # as AutoModel saves it
         (in_two_files, ""),
     ],
@@ -240,6 +269,33 @@ def test_weights_that_are_not_those_of_the_config_are_refused(copied, change, sa
     model = Model(str(copied(change)))
     found = [str(problem) for problem in model_problems(model)]
     assert len(found) == bool(says) and all(re.search(says, text) for text in found), found
+
+
+@pytest.mark.parametrize("on_a_gpu", [False, True])
+def test_8_bit_weights_are_loaded_with_their_scales(copied, sound: Path, monkeypatch, on_a_gpu: bool) -> None:
+    """Also where transformers would keep them as they are."""
+    if on_a_gpu:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    model = Model(str(copied(eight_bit)))
+    found = load_network(model, load_tokenizer(model), dtype=torch.float32, device=torch.device("cpu")).state_dict()
+    exact, stored = load_file(sound / WEIGHTS), load_file(Path(model.source) / WEIGHTS)
+    for name, tensor in exact.items():
+        scale = stored.get(f"{name}_scale_inv")
+        expected = tensor if scale is None else dequantized(stored[name], scale)
+        assert torch.equal(found[name], expected) and (expected - tensor).abs().max() <= tensor.abs().max() / 16
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [(without(f"{KEYS}_scale_inv"), NO_SCALE), (configured(quantization_config=...), NO_CONFIG)],
+)
+def test_8_bit_weights_without_scales_are_refused_at_load_too(copied, change, says: str, tmp_path: Path) -> None:
+    """A model of a hub is not there before."""
+    model = Model(str(copied(after(change))))
+    for load_one in (load, partial(model_folder, run_dir=tmp_path)):
+        with pytest.raises(StageError, match=says):
+            load_one(model)
 
 
 @pytest.mark.parametrize(

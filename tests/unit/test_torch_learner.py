@@ -241,7 +241,7 @@ def test_the_counters_are_json(pristine: Any, tmp_path: Path) -> None:
     one = learner(pristine)
     updated(one, batch(pristine), ClippedLoss())
     one.save(tmp_path)
-    assert json.loads((tmp_path / "learner.json").read_text()) == {"updates": 1, "skipped": 0}
+    assert json.loads((tmp_path / "learner.json").read_text()) == {"backend": "torch", "updates": 1, "skipped": 0}
 
 
 def test_recomputed_activations_give_the_same_update(pristine: Any) -> None:

@@ -31,10 +31,12 @@ from stages.losses import PolicyLoss
 class MegatronLearner(BaseLearner):
     """A network with its optimizer. All ranks call every method together."""
 
+    backend = "megatron"
+
     def __init__(self, network: Network, settings: Optimization) -> None:
         super().__init__(settings, network.groups.device, network.groups.ranks)
         self.network, self.groups, self._computing = network, network.groups, network.groups.computing
-        self.disagreement = network.disagreement
+        self.disagreement, self.lora = network.disagreement, network.shape.lora
         if settings.checkpoint_activations:
             network.recompute(settings.checkpoint_activations)
         half = network.config.params_dtype == torch.bfloat16
@@ -126,7 +128,7 @@ class MegatronLearner(BaseLearner):
     def _files(self) -> Iterator[File]:
         return checkpoint.files(self.network, self.optimizer)
 
-    def _described(self, counters: dict[str, int]) -> Any:
+    def _described(self, counters: dict[str, int]) -> dict[str, Any]:
         return checkpoint.described(self.network, counters)
 
     def saved_bytes(self) -> int:

@@ -108,5 +108,14 @@ def write_adapter_config(lora: LoRA, layers: Iterable[str], base: str, folder: P
     )
 
 
+def read_adapter_config(folder: Path) -> LoRA | None:
+    """Return the adapter of a folder that `write_adapter_config` wrote into, its targets by name; None if it has a
+    whole model. Raises OSError, ValueError, LookupError or TypeError if its configuration cannot be read."""
+    if not (folder / CONFIG).exists():
+        return None
+    config = json.loads((folder / CONFIG).read_bytes())
+    return LoRA(rank=config["r"], alpha=config["lora_alpha"], targets=tuple(sorted(config["target_modules"])))
+
+
 def _end(name: str) -> str:
     return name.rpartition(".")[2]

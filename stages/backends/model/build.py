@@ -28,12 +28,14 @@ from transformers import (
 )
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+from transformers.utils import cached_file
 
 from pipeline import Model, StageError
 from pipeline.errors import Problem, message_of
 from stages.backends.model.precision import kept_dtype
 from stages.images import is_seeing
 from stages.model_files import refuse_code
+from stages.model_weights import refuse_weights
 
 PAD, EOS = "<pad>", "<eos>"
 BYTES = "bytes"  # as an alphabet
@@ -68,13 +70,21 @@ def load_network(
     else:
         refuse_code(model)
         try:
-            network = _class_of(model).from_pretrained(model.source, dtype=first, **trust(model))
+            config = AutoConfig.from_pretrained(model.source, trust_remote_code=model.trust_remote_code)
+            chosen = auto_class(is_seeing(config.to_dict()))
+            network = chosen.from_pretrained(model.source, config=plain(config), dtype=first, **trust(model))
         except Exception as error:  # whatever is in the folder
             raise StageError(not_loaded(model, error)) from error
+        refuse_loaded(model)
     network = convert(network, first, device).eval()
     if model.warm_start is not None:
         model.warm_start.run(network, tokenizer, model.seed)
     return convert(network, dtype, device)
+
+
+def refuse_loaded(model: Model) -> None:
+    """Raise StageError if the weights that transformers loaded cannot be those of the model's config."""
+    refuse_weights(model, Path(str(cached_file(model.source, "config.json"))).parent)
 
 
 def auto_class(seeing: bool) -> Any:
@@ -82,9 +92,13 @@ def auto_class(seeing: bool) -> Any:
     return AutoModelForImageTextToText if seeing else AutoModelForCausalLM
 
 
-def _class_of(model: Model) -> Any:
-    config = AutoConfig.from_pretrained(model.source, trust_remote_code=model.trust_remote_code)
-    return auto_class(is_seeing(config.to_dict()))
+def plain(config: Any) -> Any:
+    """The config with which transformers multiplies 8-bit floats by their scales when it loads them, also on a GPU: a
+    conversion of the loaded network would convert them without."""
+    how = getattr(config, "quantization_config", None)
+    if isinstance(how, dict) and how.get("quant_method") == "fp8":
+        how["dequantize"] = True
+    return config
 
 
 def convert(network: Any, dtype: torch.dtype, device: torch.device) -> Any:

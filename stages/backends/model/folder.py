@@ -31,6 +31,7 @@ from stages.backends.model.text import identity
 from stages.backends.model.vision import write_processor
 from stages.backends.model.weights import weights
 from stages.model_files import refuse_code
+from stages.model_weights import refuse_weights
 
 DEADLINE_S = 1800.0  # that a worker waits for another one to build the model
 LOOK_S = 0.2
@@ -46,7 +47,9 @@ def model_folder(model: Model, run_dir: Path | None) -> Path:
     model = identity(model)
     refuse_code(model)
     if model.config is None and model.warm_start is None:
-        return Path(model.source) if Path(model.source).is_dir() else _from_hub(model)
+        folder = Path(model.source) if Path(model.source).is_dir() else _from_hub(model)
+        refuse_weights(model, folder)
+        return folder
     described = f"{model.source} {model.config} {model.alphabet} {model.warm_start} {model.seed} {torch.__version__}"
     digest = hashlib.sha256(described.encode()).hexdigest()[:12]
     root = models_folder(run_dir)

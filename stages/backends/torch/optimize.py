@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from stages.backends.torch.images import Seen
 from stages.backends.torch.routers import Routers, along
 from stages.backends.torch.score import predict
 from stages.backends.trainer import COUNTERS, BaseLearner, File
+from stages.lora import LoRA
 from stages.losses import PolicyLoss
 
 WEIGHTS, _OPTIMIZER = "weights.safetensors", "optimizer.safetensors"
@@ -39,16 +41,22 @@ _MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
 
 class TorchLearner(BaseLearner):
-    """A network with its optimizer. `sees` finds the images of prompts in their column."""
+    """A network with its optimizer. `sees` finds the images of prompts in their column; `lora` describes the network's
+    adapter."""
+
+    backend = "torch"
 
     def __init__(
         self, network: PreTrainedModel, settings: Optimization, *, pad: int, ranks: Ranks | None = None,
         routers: Routers | None = None, sees: Callable[[Ragged | None], Seen | None] = lambda images: None,
+        lora: LoRA | None = None,
     ) -> None:  # fmt: skip
         super().__init__(settings, network.device, ranks or Ranks())
         self.network, self.pad, self.routers, self._sees = network, pad, routers, sees
         self.disagreement = routers.disagreement if routers else None
         self.parameters = {name: p for name, p in network.named_parameters() if p.requires_grad}
+        if lora is not None:  # .q_proj.lora_A.weight
+            self.lora = replace(lora, targets=tuple({name.rsplit(".", 3)[1] for name in self.parameters}))
         self.masters = {
             name: p if p.dtype == torch.float32 else p.detach().float() for name, p in self.parameters.items()
         }

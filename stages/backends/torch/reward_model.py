@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import AutoModelForSequenceClassification, PreTrainedModel
+from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from pipeline import Model, StageError
 from pipeline.declare.columns import Ragged
 from pipeline.errors import Problem
-from stages.backends.model.build import build, load_tokenizer, not_loaded, trust
+from stages.backends.model.build import build, load_tokenizer, not_loaded, plain, refuse_loaded, trust
 from stages.backends.model.padding import pad_right
 
 
@@ -32,11 +32,13 @@ def open_reward_model(model: Model, *, dtype: torch.dtype, device: torch.device)
         network = build(model, tokenizer, AutoModelForSequenceClassification, num_labels=1)
     else:
         try:
+            config = AutoConfig.from_pretrained(model.source, trust_remote_code=model.trust_remote_code)
             network, found = AutoModelForSequenceClassification.from_pretrained(
-                model.source, dtype=dtype, output_loading_info=True, **trust(model)
+                model.source, config=plain(config), dtype=dtype, output_loading_info=True, **trust(model)
             )
         except (OSError, ValueError) as error:
             raise StageError(not_loaded(model, error, "sequence classification model")) from error
+        refuse_loaded(model)
         if lacking := sorted(found["missing_keys"]):
             raise StageError(
                 _problem(
