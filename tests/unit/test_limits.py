@@ -62,6 +62,13 @@ def test_families_whose_weights_are_quantized(family: str | None, says: str) -> 
     assert len(told) == bool(says) and says in "".join(told)
 
 
+def test_a_folder_of_quantized_weights_is_not_served() -> None:
+    (problem,) = vllm.fits(
+        WorkerGroup("group"), {"model_type": "qwen3", "quantization_config": {"bits": 4}}, "graph.py:1"
+    )
+    assert "quantization_config" in problem.what and "bfloat16" in problem.fix
+
+
 WHOLE_BLOCKS = {
     "model_type": "qwen3_moe", "hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8,
     "num_key_value_heads": 4, "head_dim": 64, "num_experts": 8, "num_experts_per_tok": 2, "mlp_only_layers": [0],

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -29,7 +29,7 @@ from stages.backends.model.quantized_folder import quantized_folder
 from stages.backends.model.text import Tokenizers
 from stages.backends.refit.target import check_same
 from stages.backends.vllm import environment, processes
-from stages.backends.vllm.limits import cache_problems
+from stages.backends.vllm.limits import cache_problems, quantized_problems
 from stages.backends.vllm.running import RunningRequests
 from stages.backends.vllm.weights import VersionShares, expected
 from stages.model_shape import sparse_layers
@@ -95,11 +95,10 @@ class VllmEngine(Tokenizers):
 
         if self._started is None:
             group, folder = self.group, model_folder(model, self.run_dir)
-            layers = _layers(model, folder) if replays(model) else None
-            if group.cache != "auto":
-                config = AutoConfig.from_pretrained(folder, trust_remote_code=False).to_dict()
-                if found := list(cache_problems(group, config, str(group.location))):
-                    raise StageError(*found)
+            config, where = AutoConfig.from_pretrained(folder, trust_remote_code=False).to_dict(), str(group.location)
+            layers = _layers(model, config) if replays(model) else None
+            if found := [*quantized_problems(config, where), *cache_problems(group, config, where)]:
+                raise StageError(*found)
             if group.weights == "fp8":
                 folder = quantized_folder(folder, self.run_dir)
             setup = Setup(
@@ -271,9 +270,8 @@ def routes_of(ended: Sequence[Request], layers: Sequence[int]) -> Ragged:
     return Ragged.of(rows)
 
 
-def _layers(model: Model, folder: Path) -> list[int]:
+def _layers(model: Model, config: Mapping[str, Any]) -> list[int]:
     """The layers with experts. Raises StageError if the model has none to replay."""
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=False).to_dict()
     if problems := list(mixture_problems(model, config)):
         raise StageError(*problems)
     return sparse_layers(config)

@@ -75,6 +75,7 @@ def fits(group: WorkerGroup, config: Mapping[str, Any], where: str) -> Iterator[
     yield from _divides(group, config, where)
     yield from _too_old(config, where)
     family = str(config.get("model_type") or "")
+    yield from quantized_problems(config, where)
     if group.weights == "fp8" and family and family not in EIGHT_BIT:
         yield Problem(
             where=where,
@@ -94,6 +95,17 @@ def fits(group: WorkerGroup, config: Mapping[str, Any], where: str) -> Iterator[
         place = str(group.draft.location)
         yield from _divides(group, drafts, place)
         yield from _other_vocabulary(group.draft, drafts.get("vocab_size"), config.get("vocab_size"), place)
+
+
+def quantized_problems(config: Mapping[str, Any], where: str) -> Iterator[Problem]:
+    """The reason why an engine cannot serve a model whose folder has quantized weights."""
+    if config.get("quantization_config"):
+        yield Problem(
+            where=where,
+            what="the model's config.json has a quantization_config",
+            why="trainers send plain weights, or with weights='fp8' blocks that they quantize themselves",
+            fix="the model's folder in bfloat16",
+        )
 
 
 def cache_problems(group: WorkerGroup, config: Mapping[str, Any], where: str) -> Iterator[Problem]:
