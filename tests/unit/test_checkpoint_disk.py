@@ -287,7 +287,7 @@ def test_a_run_ends_with_one_line_and_code_6_and_resumes_once_there_is_room(tmp_
         (
             "train/learner.json",
             99,
-            "worker policy.3 wrote it with 99 bytes, and the driver sees 28 bytes of it",
+            "worker policy.3 wrote it with 99 bytes, and the driver sees 48 bytes of it",
         ),
     ],
 )
