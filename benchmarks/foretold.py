@@ -66,7 +66,7 @@ SLEPT_CACHED = (
     "gpu.step.own.h200", "gpu.step.own.4B", "gpu.step.colocated.h200", "gpu.step.colocated.4B",
     "gpu.step.colocated.h100", "gpu.step.colocated",
 )  # fmt: skip
-# Runs of engines that left part of their share unused: vLLM counted its CUDA graphs too high.
+# Runs of engines that left part of their share unused, while vLLM estimated its CUDA graphs (vllm/environment.py).
 SMALL_CACHE = ("gpu.step.apart.sync", "gpu.step.apart.4B")
 FITTED = {  # figures that a table, or the memory of a backend, was fitted to
     "gpu.step": ("rollout s",),

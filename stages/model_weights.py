@@ -22,7 +22,8 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _LONGEST = 100_000_000  # bytes of a header, as the safetensors library has it
 _LENGTH = struct.Struct("<Q")
 _EIGHT_BIT = ("F8_E4M3", "F8_E5M2")  # floats that stand for numbers only together with a scale
-_SCALED = {"fp8": "_scale_inv"}  # how the names of scales end, by quant_method
+SCALE = "_scale_inv"  # how the name of a scale ends, after that of its weight
+_SCALED = {"fp8": SCALE}  # by quant_method
 
 
 class _TensorHeader(msgspec.Struct):

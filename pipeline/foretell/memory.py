@@ -59,8 +59,8 @@ class GroupMemory(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def peak_bytes(self) -> float:
         """The most bytes in use on a GPU in this group's turn."""
-        spare = _sum(self.passing.get(self.largest, ())) - _sum(_needed(self.passing.get(self.largest, ())))
-        return self.needed_bytes + min(spare, max(0.0, USABLE * self.gpu_bytes - self.needed_bytes))
+        whole = self.before_bytes + _sum(self.passing.get(self.largest, ()))
+        return max(self.needed_bytes, min(whole, USABLE * self.gpu_bytes))
 
 
 def _sum(parts: Iterable[GpuPart]) -> float:

@@ -36,7 +36,7 @@ from pipeline.errors import CheckpointError, Problem, naming, shown
 from pipeline.reading import BROKEN, check_files, reason
 from stages.backends.device import Parking, bytes_in_use, host_copy, release_unused, sent
 from stages.backends.interface import Batch, Learner, Optimization, Route
-from stages.backends.model.adapters import is_adapter, read_adapter_config
+from stages.backends.model.adapters import read_adapter_config
 from stages.backends.model.padding import pad_right
 from stages.backends.model.places import Placed
 from stages.backends.model.routes import Disagreement
@@ -166,8 +166,7 @@ class BaseLearner(Learner, ABC):
 
     def _constant(self) -> list[torch.Tensor]:
         """The weights of the model that an adapter changes; none where the whole model is trained."""
-        held = dict(self.network.named_parameters())
-        return [each for each in held.values() if not each.requires_grad] if any(map(is_adapter, held)) else []
+        return [each for each in self.network.parameters() if not each.requires_grad] if self.lora else []
 
     def leave(self) -> None:
         """Move them back, overlapped with work that does not need them."""

@@ -15,11 +15,12 @@ from math import prod
 from typing import Any
 
 from ops.refit.layout import Box, Place, Tensor
+from stages.model_weights import SCALE
 
 BLOCK = 128  # rows and columns of a block, which has one scale
 LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")  # modules, by their own names
 STACKED = ("qkv_proj", "gate_up_proj", "experts")  # what engines make of them
-SUFFIX = "_scale_inv"
+SUFFIX = SCALE
 CONFIG: Mapping[str, Any] = {
     "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK],
 }  # fmt: skip

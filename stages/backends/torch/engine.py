@@ -240,8 +240,9 @@ class TorchEngine(BaseTrainer):
         pad = _pad(self.tokenizer(model))
         network, routers = self.network(model, "trained"), self.routers(model, "trained")
         sees = partial(self._seen, model)
-        given: Any = {"pad": pad, "ranks": self.ranks, "routers": routers, "sees": sees, "lora": model.lora}
-        return TorchLearner(network, optimization, **given)
+        return TorchLearner(
+            network, optimization, pad=pad, ranks=self.ranks, routers=routers, sees=sees, lora=model.lora
+        )
 
     def _seen(self, model: Model, images: Ragged | None) -> Seen | None:
         pictures = self.pictures(model, images)
