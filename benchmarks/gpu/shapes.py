@@ -50,6 +50,16 @@ SIGMOID: dict[str, Any] = {  # a mixture that sigmoids route
     "n_routed_experts": 128, "n_shared_experts": 1, "norm_topk_prob": True, "n_group": 1, "topk_group": 1,
     "first_k_dense_replace": 1, "tie_word_embeddings": False,
 }  # fmt: skip
+NANO: dict[str, Any] = {  # nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B: one layer of each kind, and a second mixture
+    name: size for name, size in SIGMOID.items() if name != "first_k_dense_replace"
+} | {
+    "model_type": "nemotron_h", "layers_block_type": ["mamba", "moe", "attention", "moe"], "hidden_size": 2688,
+    "intermediate_size": 1856, "moe_intermediate_size": 1856, "moe_shared_expert_intermediate_size": 3712,
+    "num_experts_per_tok": 6, "routed_scaling_factor": 2.5, "num_attention_heads": 32, "num_key_value_heads": 2,
+    "head_dim": 128, "mamba_num_heads": 64, "mamba_head_dim": 64, "n_groups": 8, "ssm_state_size": 128,
+    "conv_kernel": 4, "chunk_size": 128, "vocab_size": 131072, "max_position_embeddings": 262144,
+    "layer_norm_epsilon": 1e-5, "mlp_hidden_act": "relu2",
+}  # fmt: skip
 TRUNCATED: dict[str, dict[str, Any]] = {  # layers of true shapes, from config.json of the models on huggingface.co
     "glm-4.5-air-2-layers": SIGMOID | {  # zai-org/GLM-4.5-Air: a dense layer and a mixture
         "model_type": "glm4_moe", "hidden_size": 4096, "intermediate_size": 10944, "moe_intermediate_size": 1408,
@@ -69,15 +79,11 @@ TRUNCATED: dict[str, dict[str, Any]] = {  # layers of true shapes, from config.j
             "beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 4096,
         },
     },
-    "nemotron-3-nano-4-layers": {  # nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B: one layer of each kind, and a second mixture
-        name: size for name, size in SIGMOID.items() if name != "first_k_dense_replace"
-    } | {
-        "model_type": "nemotron_h", "layers_block_type": ["mamba", "moe", "attention", "moe"], "hidden_size": 2688,
-        "intermediate_size": 1856, "moe_intermediate_size": 1856, "moe_shared_expert_intermediate_size": 3712,
-        "num_experts_per_tok": 6, "routed_scaling_factor": 2.5, "num_attention_heads": 32, "num_key_value_heads": 2,
-        "head_dim": 128, "mamba_num_heads": 64, "mamba_head_dim": 64, "n_groups": 8, "ssm_state_size": 128,
-        "conv_kernel": 4, "chunk_size": 128, "vocab_size": 131072, "max_position_embeddings": 262144,
-        "layer_norm_epsilon": 1e-5, "mlp_hidden_act": "relu2",
+    "nemotron-3-nano-4-layers": NANO,
+    "nemotron-3-super-3-layers": NANO | {  # Nemotron 3 Super, with sizes from where benchmarks/refit_plan.py has them
+        "layers_block_type": ["mamba", "moe", "attention"], "hidden_size": 4096, "intermediate_size": 2688,
+        "moe_intermediate_size": 2688, "moe_shared_expert_intermediate_size": 5376, "moe_latent_size": 1024,
+        "n_routed_experts": 512, "num_experts_per_tok": 22, "routed_scaling_factor": 5.0, "mamba_num_heads": 128,
     },
 }  # fmt: skip
 DEADLINE_S = 600.0
