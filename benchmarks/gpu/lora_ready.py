@@ -76,7 +76,7 @@ def measured(options: argparse.Namespace, folder: Path, path: str, gpus: list[st
     for version in range(WARM + options.timed):
         if prompts is not None:
             draws = Draws(version, tuple(range(options.busy)), (0,) * options.busy)
-            requests = backend._requests(model, prompts, Sampling(max_tokens=512), draws)
+            requests = backend._requests(model, prompts, Sampling(max_tokens=512), draws, None)
             previous, running = running, RunningRequests(backend.client(model), requests, options.busy)
             if previous is not None:
                 previous.give_up(range(options.busy))

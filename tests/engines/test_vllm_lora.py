@@ -134,12 +134,14 @@ def test_versions_in_flight_coexist_and_those_that_nothing_uses_are_forgotten(ba
 
 
 def test_a_prompt_that_the_engine_remembers_is_computed_again_with_a_new_adapter(backend: Any, adapted: Model) -> None:
-    """It is longer than a cache block. The same version may also be served twice, with other weights."""
-    prompt_ids = backend.encode(adapted, ["0123456789 abcdefghij + " * 12] * 4)
-    for seed in (6, 7, 6):
-        backend.serve(adapted, sent(adapted, seed), 6)
+    """It is longer than a cache block. The same version may also be served twice, with other weights. vLLM itself moves
+    the first two adapters into the slots; the others take their memory and places."""
+    prompt_ids, by_vllm = backend.encode(adapted, ["0123456789 abcdefghij + " * 12] * 4), []
+    for seed in (6, 7, 6, 8):
+        by_vllm.append(backend.serve(adapted, sent(adapted, seed), 6).record["moved_by_vllm"])
         made = backend.generate(adapted, prompt_ids, SAMPLING, tiny.draws((0,)))
         assert tiny.farthest(made, tiny.logprobs(trained(adapted, seed), prompt_ids, made, 1.0)) < NEAR
+    assert by_vllm[2:] == [0, 0]
 
 
 def test_weights_of_another_kind_are_refused_and_change_nothing(backend: Any, model: Model, adapted: Model) -> None:
@@ -176,8 +178,9 @@ def test_two_tensor_parallel_ranks_divide_an_adapter_of_some_layers(
     opened = open_engine(tiny.context(root, replace(tiny.GROUP, workers=2, tensor_parallel=2)))
     try:
         prompt_ids = prompts(opened, adapted)
-        for version in (1, 2):
-            opened.serve(adapted, sent(adapted, version), version)
+        for version in (1, 2, 3):
+            served = opened.serve(adapted, sent(adapted, version), version)
+            assert served.record["moved_by_vllm"] == (version < 3), "vLLM moves the first two itself"
             made = opened.generate(adapted, prompt_ids, SAMPLING, tiny.draws(GROUPS))
             assert tiny.farthest(made, tiny.logprobs(trained(adapted, version), prompt_ids, made, 1.0)) < NEAR
     finally:

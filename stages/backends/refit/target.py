@@ -133,6 +133,8 @@ def acknowledged(shares: Sequence[Share], ranks: Sequence[Summed], offered: str 
     """The hash of the weights that the ranks of one copy hold; `offered` is the hash of the shares, if already known.
     Raises NotAsOfferedError if they differ."""
     offered = offered or digest_of(shares)
+    if len(shares) == 1 and all(rank == shares[0].summed for rank in ranks):
+        return offered  # each holds the very boxes that were offered
     try:
         found = digest(layout_of(shares).tensors, ranks)
     except ValueError as error:

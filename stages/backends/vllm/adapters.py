@@ -1,7 +1,7 @@
 """One rank's adapters, each under a number of its own: a new version is put beside the others, so requests that run go
 on with theirs, and neither they nor the cache notice.
 
-vLLM moves an adapter to one of its slots when a step needs it, and knows the keys and values of an adapter by its name.
+vLLM computes with adapters in its slots (`adapter_slots`), and knows the keys and values of an adapter by its name.
 Every rank receives the whole adapter; vLLM takes the part of a tensor-parallel rank.
 """
 
@@ -20,7 +20,7 @@ from ops.refit.ledger import Ledger
 from ops.refit.share import layout_of
 from stages.backends.model.adapters import PEFT
 from stages.backends.refit.target import Received, Target
-from stages.backends.vllm.api import adapters_of, add_adapter, remove_adapter
+from stages.backends.vllm.adapter_slots import AdapterSlots
 from stages.backends.vllm.transfer import Joined, Offered
 from stages.backends.vllm.weights import RankAnswer, route_from, shares_from
 from stages.lora import B
@@ -36,6 +36,7 @@ class Adapters:
         self._first_b = 0
         self._held: dict[str, torch.Tensor] = {}  # views of it
         self._target: Target | None = None
+        self._slots: AdapterSlots | None = None
 
     def receive(
         self, offered: Offered, number: int, lora_rank: int, scaling: float, keep: Collection[int]
@@ -49,21 +50,27 @@ class Adapters:
         except GroupError as error:  # vLLM would exit on it
             return RankAnswer(lost=str(error))
         begun_s = time.perf_counter()
-        for old in adapters_of(self._runner) - {*keep}:
-            remove_adapter(self._runner, old)
-        add_adapter(self._runner, number, self._copied(scaling), lora_rank, self._device)
-        received.record["finish_ms"] = 1e3 * (time.perf_counter() - begun_s)
-        return RankAnswer(Received(received.summed, received.record | {"loader_bytes": 0.0}))
+        if self._slots is None:
+            self._slots = AdapterSlots(self._runner, self._views, lora_rank, self._device)
+        self._slots.forget(keep)
+        by_vllm = self._slots.add(number, self._scaled(scaling))
+        finish_ms = 1e3 * (time.perf_counter() - begun_s)
+        more = {"finish_ms": finish_ms, "moved_by_vllm": float(by_vllm), "loader_bytes": 0.0}
+        return RankAnswer(Received(received.summed, received.record | more))
 
     def close(self) -> None:
         """Release the trainer's memory."""
         if self._target is not None:
             self._target.close()
 
-    def _copied(self, scaling: float) -> dict[str, torch.Tensor]:
-        """What was received, by PEFT's names, in memory of its own and with the scaling in B."""
+    def _scaled(self, scaling: float) -> torch.Tensor:
+        """A copy of what was received, with the scaling in B."""
         flat = self._flat.clone()
         flat[self._first_b :].mul_(scaling)
+        return flat
+
+    def _views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The matrices in such a copy, by PEFT's names."""
         parts = flat.split([tensor.numel() for tensor in self._held.values()])
         return {PEFT + name: part.view(held.shape) for (name, held), part in zip(self._held.items(), parts)}
 

@@ -75,8 +75,8 @@ __all__ = [
     "WeightTransferEngineFactory",
     "WeightTransferInitInfo",
     "WeightTransferUpdateInfo",
+    "adapter_model",
     "adapters_of",
-    "add_adapter",
     "attention_layers",
     "bytes_in_use",
     "computes_on_cpu",
@@ -405,23 +405,22 @@ def remove_adapter(model_runner: Any, number: int) -> None:
     model_runner.lora_manager.remove_adapter(number)
 
 
-def add_adapter(
-    model_runner: Any, number: int, tensors: dict[str, torch.Tensor], rank: int, device: torch.device
-) -> None:
-    """In a worker: add an adapter that computes B A x from tensors with PEFT's names, which vLLM keeps. vLLM itself
-    reads adapters only from files. Raises RuntimeError if it would have to forget another one, or leave out a part."""
-    manager = model_runner.lora_manager._adapter_manager
-    if len(manager) >= manager.capacity:
-        raise RuntimeError(f"{len(manager)} adapters are in use")
+def manager_of(model_runner: Any) -> Any:
+    """In a worker: what has vLLM's adapters, their slots, and the layers that use them."""
+    return model_runner.lora_manager._adapter_manager
+
+
+def adapter_model(
+    model_runner: Any, number: int, tensors: Mapping[str, torch.Tensor], rank: int, device: torch.device
+) -> Any:
+    """In a worker: an adapter that computes B A x from tensors with PEFT's names, which it keeps. vLLM itself reads
+    adapters only from files."""
+    manager = manager_of(model_runner)
     helper = PEFTHelper(r=rank, lora_alpha=rank, target_modules="all-linear")
-    added = LoRAModel.from_lora_tensors(
-        number, tensors, helper, device=str(device), dtype=manager.lora_config.lora_dtype,
+    return LoRAModel.from_lora_tensors(
+        number, dict(tensors), helper, device=str(device), dtype=manager.lora_config.lora_dtype,
         weights_mapper=_renames(getattr(manager.model, "hf_to_vllm_mapper", None)),
     )  # fmt: skip
-    manager.add_adapter(added)
-    if ignored := sorted(added.loras.keys() - manager.modules.keys()):
-        raise RuntimeError(f"vLLM has no adapter for {ignored[0]}, nor for {len(ignored) - 1} other layers")
-    manager.activate_adapter(number)
 
 
 def _renames(mapper: Any) -> Any:
