@@ -35,7 +35,7 @@ from pipeline.foretell.memory import GroupMemory
 from pipeline.plan.planner import plan
 from pipeline.simulation.recording import simulated
 from pipeline.simulation.whatif import Changes
-from stages import ClippedLoss, Train
+from stages import ClippedLoss, LoRA, Train
 
 STEPS = {  # kept results of whole steps: the GPU, whether Transformer Engine was there
     "gpu.step.own.h200": ("h200", "fused"),
@@ -44,6 +44,7 @@ STEPS = {  # kept results of whole steps: the GPU, whether Transformer Engine wa
     "gpu.step.apart.sync": ("h200", "fused"),
     "gpu.step.apart.4B": ("h200", "fused"),
     "gpu.step.recorded": ("h200", "fused"),
+    "gpu.step.lora.8B": ("h200", "fused"),
     "gpu.step.colocated.h200": ("h200", "fused"),
     "gpu.step.colocated.4B": ("h200", "fused"),
     "gpu.step.colocated.h100": ("h100", "fused"),
@@ -63,16 +64,16 @@ UPDATES: dict[str, tuple[str, dict[str, int]]] = {  # kept results of updates: t
 CACHED = "cached by the allocator"  # a part of a trainer's memory
 # Runs in turns whose trainers slept with what their allocator had cached; they give it back now.
 SLEPT_CACHED = (
-    "gpu.step.own.h200", "gpu.step.own.4B", "gpu.step.colocated.h200", "gpu.step.colocated.4B",
-    "gpu.step.colocated.h100", "gpu.step.colocated",
+    "gpu.step.colocated.h200", "gpu.step.colocated.4B", "gpu.step.colocated.h100", "gpu.step.colocated",
 )  # fmt: skip
-# Runs of engines that left part of their share unused, while vLLM estimated its CUDA graphs (vllm/environment.py).
-SMALL_CACHE = ("gpu.step.apart.sync", "gpu.step.apart.4B")
 FITTED = {  # figures that a table, or the memory of a backend, was fitted to
     "gpu.step": ("rollout s",),
     "gpu.step.colocated.h200": ("sampler in use GiB", "learner in use GiB"),
     "gpu.step.colocated.4B": ("learner in use GiB",),
+    "gpu.step.apart.sync": ("most in use GiB, learner",),
+    "gpu.step.apart.4B": ("most in use GiB, learner",),
 }
+UNTIMED = ("gpu.step.lora.8B",)  # what the kernels of adapters add to a step was not fitted to anything
 ENGINES = ("rollout", "prev_logprobs", "train")
 
 
@@ -82,7 +83,8 @@ def foretold(name: str, row: int) -> tuple[Forecast, dict[str, float]]:
     command = commands[min(row, len(commands) - 1)]  # one command can make several rows
     prev = "field" if rows(name)[row]["prev_logprobs s"] else "own"
     options = step.flags().parse_args(["--prev", prev, *shlex.split(command.partition("benchmarks.gpu.step")[2])])
-    policy = Model("model", config=SHAPES[options.model], alphabet="bytes")
+    lora = LoRA(rank=options.lora) if options.lora else None
+    policy = Model("model", config=SHAPES[options.model], alphabet="bytes", lora=lora)
     graph = step.described(options, rows(name)[row]["max_staleness"], policy)
     gpu, kernels = STEPS[name]
     with elsewhere():
@@ -103,7 +105,7 @@ def _alone_s(made: Forecast, stage: str, graph: Graph) -> float:
 
 def seconds() -> Iterator[dict[str, Any]]:
     """A row per figure of whole steps."""
-    for name in STEPS:
+    for name in [name for name in STEPS if name not in UNTIMED]:
         for number, kept in enumerate(rows(name)):
             _, found = foretold(name, number)
             label = f"{name}, k = {kept['max_staleness']}"
@@ -130,8 +132,8 @@ def memory() -> Iterator[dict[str, Any]]:
                 yield _row(name, figure, in_use, seen, figure in FITTED.get(name, ()))
             peaks = [found[group].peak_bytes / 2**30 for group in ("sampler", "learner")]
             for group, gib, seen in zip(("sampler", "learner"), peaks if len(most_gib) > 1 else [max(peaks)], most_gib):
-                if name not in SMALL_CACHE or group == "learner":
-                    yield _row(name, "most in use GiB", gib, seen, group == "learner" and name in SMALL_CACHE)
+                figure = f"most in use GiB, {group}" if len(most_gib) > 1 else "most in use GiB"
+                yield _row(name, figure, gib, seen, figure in FITTED.get(name, ()))
     for name, (model, same) in UPDATES.items():
         for kept in rows(name):
             yield _row(

@@ -24,6 +24,7 @@ class GroupMemory(msgspec.Struct, frozen=True, kw_only=True):
 
     gpu_bytes     of the GPU
     beside_bytes  what groups on the same GPUs keep meanwhile
+    spared_bytes  what they could move to the host, and keep too because there is room
     fits          what to write so that a stage's tasks fit on the GPU, by stage
     unknown       stages whose memory is not known
     """
@@ -33,13 +34,19 @@ class GroupMemory(msgspec.Struct, frozen=True, kw_only=True):
     passing: Mapping[str, Sequence[GpuPart]]
     gpu_bytes: float
     beside_bytes: float = 0.0
+    spared_bytes: float = 0.0
     fits: Mapping[str, str] = {}
     unknown: Sequence[str] = ()
 
     @property
     def resting_bytes(self) -> float:
         """What it keeps while other groups compute."""
-        return sum(part.size_bytes for part in self.held if part.when == "always")
+        return _sum(part for part in self.held if part.when == "always")
+
+    @property
+    def movable_bytes(self) -> float:
+        """What moves to the host, as far as others need the room."""
+        return _sum(part for part in self.held if part.when == "moved")
 
     @property
     def largest(self) -> str:
@@ -49,12 +56,12 @@ class GroupMemory(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def before_bytes(self) -> float:
         """Bytes in use on a GPU in this group's turn, before a task runs."""
-        return self.beside_bytes + _sum(self.held)
+        return self.beside_bytes + self.spared_bytes + _sum(self.held)
 
     @property
     def needed_bytes(self) -> float:
         """The bytes of a GPU without which this group's tasks do not run."""
-        return self.before_bytes + _sum(_needed(self.passing.get(self.largest, ())))
+        return self.beside_bytes + _sum(self.held) + _sum(_needed(self.passing.get(self.largest, ())))
 
     @property
     def peak_bytes(self) -> float:
@@ -77,12 +84,15 @@ def memory(graph: Graph, lengths: AssumedLengths, gpu: Gpu) -> dict[str, GroupMe
     whole = {name: _group(graph, lengths.load(group, range(graph.batch), gpu)) for name, group in groups.items()}
     found = {}
     for name, group in groups.items():
-        beside = sum(whole[other].resting_bytes for other in _partners(group, groups.values()))
+        partners = [whole[other] for other in _partners(group, groups.values())]
+        beside = sum(partner.resting_bytes for partner in partners)
         load = lengths.load(group, range(graph.batch), gpu, room_bytes=gpu.memory_bytes - beside)
         one = msgspec.structs.replace(_group(graph, load), beside_bytes=beside)
         room = USABLE * gpu.memory_bytes - one.before_bytes
         fits = {stage.name: fitting_of(stage, load, room) for stage in graph.all_stages() if stage.name in one.passing}
-        found[name] = msgspec.structs.replace(one, fits=fits)
+        movable = partners[0].movable_bytes if group.leads and len(partners) == 1 else 0.0
+        spared = max(0.0, min(movable, USABLE * gpu.memory_bytes - one.needed_bytes))
+        found[name] = msgspec.structs.replace(one, fits=fits, spared_bytes=spared)
     return found
 
 

@@ -64,10 +64,11 @@ class LayerAdapter(nn.Module):
         self.rows, self.scaling, self.divides_inputs, self.group = rows, scaling, divides_inputs, group
         self.is_on = True
 
-    def forward(self, x_SNI: torch.Tensor) -> torch.Tensor:
-        """What the adapters add to the layer's outputs, [S, N, O]."""
+    def forward(self, x_SNI: torch.Tensor, made_SNO: torch.Tensor) -> torch.Tensor:
+        """The layer's outputs, with what the adapters add to them. The targets are one product: each reads its own part
+        of A x, so the other parts of its rows of B are zero."""
         matrices: list[Any] = list(self.targets.values())
-        small_SNR = torch.cat([each.lora_A(x_SNI) for each in matrices], dim=-1)
+        small_SNR = functional.linear(x_SNI, torch.cat([each.lora_A.weight for each in matrices]))
         if self.group is not None:
             exchange = (
                 reduce_scatter_to_sequence_parallel_region
@@ -75,16 +76,24 @@ class LayerAdapter(nn.Module):
                 else gather_from_sequence_parallel_region
             )
             small_SNR = exchange(small_SNR, group=self.group)
-        parts = small_SNR.split([each.lora_A.out_features for each in matrices], dim=-1)
-        made = {name: each.lora_B(part) for name, each, part in zip(self.targets, matrices, parts)}
-        taken, found = dict.fromkeys(made, 0), []
+        small_SNR = self.scaling * small_SNR
+        added = torch.addmm(made_SNO.flatten(0, 1), small_SNR.flatten(0, 1), self._whole_b().t())
+        return added.view_as(made_SNO)
+
+    def _whole_b(self) -> torch.Tensor:
+        """Rows of all outputs, columns of all targets."""
+        names, taken, found = list(self.targets), dict.fromkeys(self.targets, 0), []
+        matrices: dict[str, Any] = dict(self.targets.items())
+        ranks = [matrices[name].lora_A.out_features for name in names]
         for name, count in self.rows:
             if name is None:
-                found.append(small_SNR.new_zeros(*small_SNR.shape[:-1], count))
-            else:
-                found.append(made[name][..., taken[name] : taken[name] + count])
-                taken[name] += count
-        return self.scaling * torch.cat(found, dim=-1)
+                found.append(matrices[names[0]].lora_B.weight.new_zeros(count, sum(ranks)))
+                continue
+            rows = matrices[name].lora_B.weight[taken[name] : taken[name] + count]
+            before = sum(ranks[: names.index(name)])
+            found.append(functional.pad(rows, (before, sum(ranks) - before - rows.shape[1])))
+            taken[name] += count
+        return torch.cat(found)
 
 
 def attach(network: Network, lora: LoRA, *, family: str, seed: int, where: str) -> None:
@@ -140,8 +149,9 @@ def _add(layer: Any, given: tuple[torch.Tensor, ...], made: Any) -> Any:
     x_SNI = given[0]
     if (norm := getattr(layer, "layer_norm_weight", None)) is not None:  # of Transformer Engine, inside the layer
         x_SNI = functional.rms_norm(x_SNI, norm.shape, norm, layer.eps)
-    added = layer.adapter(x_SNI)
-    return made + added if isinstance(made, torch.Tensor) else (made[0] + added, made[1])
+    if isinstance(made, torch.Tensor):
+        return layer.adapter(x_SNI, made)
+    return layer.adapter(x_SNI, made[0]), made[1]
 
 
 @torch.no_grad()
