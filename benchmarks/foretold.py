@@ -31,7 +31,7 @@ from pipeline.declare.task import Task
 from pipeline.foretell.forecast import Forecast, forecast
 from pipeline.foretell.gpu import table
 from pipeline.foretell.loads import Assumed
-from pipeline.foretell.memory import GroupMemory
+from pipeline.foretell.memory import USABLE, GroupMemory
 from pipeline.plan.planner import plan
 from pipeline.simulation.recording import simulated
 from pipeline.simulation.whatif import Changes
@@ -128,7 +128,7 @@ def memory() -> Iterator[dict[str, Any]]:
             for group in in_turns:
                 figure, seen = f"{group} in use GiB", kept[f"{group} awake GiB"]
                 cached = _cached_bytes(found["learner"]) if name in SLEPT_CACHED else 0.0
-                in_use = (found[group].before_bytes + cached) / 2**30
+                in_use = min(found[group].before_bytes + cached, USABLE * found[group].gpu_bytes) / 2**30
                 yield _row(name, figure, in_use, seen, figure in FITTED.get(name, ()))
             peaks = [found[group].peak_bytes / 2**30 for group in ("sampler", "learner")]
             for group, gib, seen in zip(("sampler", "learner"), peaks if len(most_gib) > 1 else [max(peaks)], most_gib):

@@ -41,6 +41,7 @@ def graph(
     colocated: bool = False,
     refit_transport: TransportName = "auto",
     sampler_weights: Literal["auto", "fp8"] = "auto",
+    sampler_memory: float = 0.85,
     steps: int = 100,
     max_staleness: int = 0,
     seed: int = 0,
@@ -65,6 +66,7 @@ def graph(
     colocated           whether sampler and learner take turns on the same GPUs
     refit_transport     how new weights reach the sampler (stages/refit.py)
     sampler_weights     fp8: vllm on GPUs samples with 8-bit matrices
+    sampler_memory      share of each GPU that vllm takes, at most; in turns, the trainer keeps the rest
     steps               batches to train on
     max_staleness       maximum age of a sample, in policy versions; 0 is synchronous
     seed                seed of all random numbers
@@ -80,7 +82,9 @@ def graph(
     kl                  weight of the KL divergence from the model before training; above 0
     """
     policy = Model(model, lora=LoRA(rank=lora_rank) if lora_rank else None)
-    sampler = WorkerGroup("sampler", backend=generator, gpus=sampler_gpus, weights=sampler_weights)
+    sampler = WorkerGroup(
+        "sampler", backend=generator, gpus=sampler_gpus, weights=sampler_weights, memory=sampler_memory
+    )
     learner = WorkerGroup("learner", backend=trainer, gpus=learner_gpus, colocated=sampler if colocated else None)
     loss = ClippedLoss(kl=kl, correction=TruncatedIS(cap=2.0))  # its weights are 1 if nothing is stale
     passes = Packed(microbatch) if trainer == "megatron" else Dynamic(microbatch)  # little or no padding
@@ -116,7 +120,8 @@ def graph(
 def choices(gpus: int) -> Iterator[dict[str, object]]:
     """What to try for flags that are not given, if `--on` names GPUs: the fastest that fits is taken."""
     each = max(1, gpus // 8)  # a few ways to divide many GPUs
-    ways: list[dict[str, object]] = [{"sampler_gpus": gpus, "learner_gpus": gpus, "colocated": True}]
+    together = {"sampler_gpus": gpus, "learner_gpus": gpus, "colocated": True}
+    ways: list[dict[str, object]] = [{**together, "sampler_memory": share} for share in (0.85, 0.5, 0.3)]
     ways += [{"sampler_gpus": n, "learner_gpus": gpus - n, "colocated": False} for n in range(each, gpus, each)]
     rows = [("none", tokens) for tokens in range(8192, 49153, 4096)]
     for recompute in ("mlp", "layers"):  # slower, so taken only where nothing else fits, such as the longest samples

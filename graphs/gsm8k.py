@@ -50,6 +50,7 @@ def graph(
     sampler_gpus: int = 0,
     learner_gpus: int = 0,
     colocated: bool = False,
+    sampler_memory: float = 0.85,
     steps: int = 100,
     seed: int = 0,
     prompts_per_step: int = 32,
@@ -73,6 +74,7 @@ def graph(
     sampler_gpus        GPUs that sample, one worker each; 0 is the CPU, and then learner_gpus is 0 too
     learner_gpus        GPUs that train, one worker each
     colocated           whether sampler and learner take turns on the same GPUs
+    sampler_memory      share of each GPU that vllm takes, at most; in turns, the trainer keeps the rest
     steps               batches to train on
     seed                seed of all random numbers
     prompts_per_step    groups per batch
@@ -89,7 +91,7 @@ def graph(
     reward_workers      actors that only compute rewards; 0 shares the actor of the other stages without a model
     """
     policy = Model(model) if model else Model("tiny-qwen3", config=TINY_QWEN3, alphabet="bytes", seed=seed)
-    sampler = WorkerGroup("sampler", backend=generator, gpus=sampler_gpus)
+    sampler = WorkerGroup("sampler", backend=generator, gpus=sampler_gpus, memory=sampler_memory)
     learner = WorkerGroup("learner", backend=trainer, gpus=learner_gpus, colocated=sampler if colocated else None)
     judges = WorkerGroup("judges", workers=reward_workers) if reward_workers else None
     # A response that cannot be judged, or not in time, is wrong; reward/math_verify_timeouts and _errors count these.

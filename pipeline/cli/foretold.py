@@ -121,8 +121,10 @@ def print_memory(made: Forecast, gpus: Gpus) -> None:
 
 def _parts(one: GroupMemory) -> list[tuple[str, str, str]]:
     """Return the rows of a worker group: a part, its GiB, and a remark."""
-    rows = [(part.name, part.size_bytes, WHEN[part.when]) for part in one.held]
-    rows += [("kept by the groups beside it", one.beside_bytes, "")] if one.beside_bytes else []
+    in_turns = one.beside_bytes > 0
+    rows = [(part.name, part.size_bytes, WHEN[part.when] if in_turns else "") for part in one.held]
+    rows += [("kept by the groups beside it", one.beside_bytes, "")] if in_turns else []
+    rows += [("and kept because there is room", one.spared_bytes, "")] if one.spared_bytes else []
     rows += [(part.name, part.size_bytes, f"in {one.largest}") for part in one.passing.get(one.largest, ())]
     fits = one.fits.get(one.largest)
     rows += [("at most", one.peak_bytes, f"up to {fits}" if fits else "")]
@@ -137,6 +139,7 @@ def memory_summary(made: Forecast) -> dict[str, Any]:
         name: {
             "held": {part.name: round(part.size_bytes) for part in one.held},
             "beside": round(one.beside_bytes),
+            "spared": round(one.spared_bytes),
             "tasks": {stage: sum(round(part.size_bytes) for part in parts) for stage, parts in one.passing.items()},
             "peak": round(one.peak_bytes),
             "unknown": list(one.unknown),

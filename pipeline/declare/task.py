@@ -106,7 +106,7 @@ class StageContext:
     `pipeline.declare.held`. `group_size` is the number of samples per prompt in this graph, `steps` and `max_staleness`
     are those of the schedule; `run_dir` is None if nothing is recorded. `ranks` are the worker's peers in its group.
     `cancelled` holds the admission numbers of canceled groups; a stream checks it between two tokens. `in_turns` is
-    true if other groups compute on the same GPUs, in turns.
+    true if other groups compute on the same GPUs, in turns, and keep `beside_bytes` of each, as far as that is known.
     """
 
     group: WorkerGroup
@@ -119,4 +119,5 @@ class StageContext:
     ranks: Ranks = field(default_factory=Ranks)
     cancelled: set[int] = field(default_factory=set)
     in_turns: bool = False
+    beside_bytes: float = 0.0
     max_staleness: int = 0

@@ -32,6 +32,7 @@ from pipeline.executors import Executor
 from pipeline.executors.worker import WorkerSettings, register
 from pipeline.plan.plan import Plan
 from pipeline.plan.planner import sample_fields, with_samples
+from pipeline.plan.resting import resting_bytes
 from pipeline.record import checkpoint, trace
 from pipeline.rundir import RunDir
 from pipeline.schedule.scheduler import Scheduler
@@ -120,7 +121,11 @@ class Driver:
             seed=self.graph.schedule.seed,
             run_dir=self.run_dir.path if self.run_dir else None,
             mark=mark,
-            in_turns=frozenset(group.name for group in self.plan.groups if self.plan.partners(group.name)),
+            beside={
+                group.name: resting_bytes(self.graph, partners)
+                for group in self.plan.groups
+                if (partners := self.plan.partners(group.name))
+            },
             max_staleness=self.graph.schedule.max_staleness,
         )
 

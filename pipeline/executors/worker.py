@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,8 @@ SHARED_S = 10.0  # for a network file system to show what the driver wrote
 class WorkerSettings:
     """The settings of every worker of a run. `parts` are the plan's partitions, with their fields. `mark` is the text
     in the run directory by which a worker knows that it sees the driver's. `folders` are the folders from which the
-    driver imports the user's modules, `in_turns` the groups that share GPUs with others."""
+    driver imports the user's modules. `beside` has the groups that share GPUs with others, and the bytes that these
+    keep on each GPU meanwhile."""
 
     partition: str
     parts: Mapping[str, tuple[str, ...]]
@@ -58,7 +59,7 @@ class WorkerSettings:
     run_dir: Path | None
     mark: str = ""
     folders: tuple[str, ...] = ()
-    in_turns: frozenset[str] = frozenset()
+    beside: Mapping[str, float] = field(default_factory=dict)
     max_staleness: int = 0
 
 
@@ -120,7 +121,8 @@ class Worker:
             steps=self.settings.steps,
             ranks=self.ranks,
             cancelled=self._cancelled,
-            in_turns=self.group.name in self.settings.in_turns,
+            in_turns=self.group.name in self.settings.beside,
+            beside_bytes=self.settings.beside.get(self.group.name, 0.0),
             max_staleness=self.settings.max_staleness,
         )
         for stage in self.stages.values():

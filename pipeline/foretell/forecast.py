@@ -10,13 +10,13 @@ from collections.abc import Sequence
 
 import msgspec
 
+from pipeline.declare.answers import work_of
 from pipeline.declare.graph import Graph
 from pipeline.declare.group import WorkerGroup
 from pipeline.declare.stage import Stage
 from pipeline.declare.task import Task
 from pipeline.declare.work import Decoding, GpuWork
 from pipeline.errors import GraphError, Problem
-from pipeline.foretell.answers import work_of
 from pipeline.foretell.gpu import Gpu
 from pipeline.foretell.loads import Assumed, AssumedLengths
 from pipeline.foretell.memory import GroupMemory, memory, memory_problems
@@ -140,15 +140,18 @@ def _times(stage: Stage, lengths: AssumedLengths, gpu: Gpu, found: dict[str, Gro
 
 
 def _turn_s(one: GroupMemory, found: dict[str, GroupMemory], gpu: Gpu) -> float:
-    """Return the seconds until a group has the memory of its GPUs: the others free theirs, and it takes its own."""
+    """Return the seconds until a group has the memory of its GPUs: the others free theirs, and it takes its own. What
+    a partner keeps because there is room does not move."""
     rates = gpu.rates["turns"]
     home = (one.group.colocated or one.group).name
     others = [each for each in found.values() if each is not one and (each.group.colocated or each.group).name == home]
     took_s = 0.0
     for each, rate in [(one, rates["woken_bytes"]), *((each, rates["slept_bytes"]) for each in others)]:
-        for part in each.held:
-            took_s += part.size_bytes / rate if part.when != "always" else 0.0
-            took_s += part.size_bytes / rates["copied_bytes"] if part.when == "moved" else 0.0
+        partners = others if each is one else [one]
+        stays = max(partner.spared_bytes for partner in partners)
+        moved = each.movable_bytes - min(stays, each.movable_bytes)
+        dropped = sum(part.size_bytes for part in each.held if part.when == "dropped")
+        took_s += (moved + dropped) / rate + moved / rates["copied_bytes"]
     return took_s
 
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import msgspec
 
+from pipeline.declare.answers import fitting_of, memory_of, work_of
 from pipeline.declare.graph import Graph
 from pipeline.declare.group import WorkerGroup
 from pipeline.declare.stage import Stage
 from pipeline.declare.work import Decoding, GpuPart, Load
 from pipeline.errors import Problem
-from pipeline.foretell.answers import fitting_of, memory_of, work_of
 from pipeline.foretell.gpu import Gpu
 from pipeline.foretell.loads import AssumedLengths
 
@@ -66,7 +67,7 @@ class GroupMemory(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def peak_bytes(self) -> float:
         """The most bytes in use on a GPU in this group's turn."""
-        whole = self.before_bytes + _sum(self.passing.get(self.largest, ()))
+        whole = self.before_bytes + max(map(_sum, self.passing.values()), default=0.0)
         return max(self.needed_bytes, min(whole, USABLE * self.gpu_bytes))
 
 
@@ -131,33 +132,47 @@ def memory_problems(
         if no_cache := [problem for stage in own for problem in _no_cache(stage, one, load)]:
             yield from no_cache
         elif one.needed_bytes > USABLE * gpu.memory_bytes:
-            yield _too_much(one, next((stage for stage in own if stage.name == one.largest), None), gpu)
+            yield from _too_much(one, own, gpu)
 
 
-def _too_much(one: GroupMemory, stage: Stage | None, gpu: Gpu) -> Problem:
-    fix = one.fits.get(one.largest, "")
-    parts = [*one.held, *_needed(one.passing.get(one.largest, ()))]
-    largest = sorted(parts, key=lambda part: -part.size_bytes)[:3]
-    listed = ", ".join(f"{part.name} {gib(part.size_bytes)}" for part in largest)
-    beside = f", beside {gib(one.beside_bytes)} of other worker groups" if one.beside_bytes else ""
-    return Problem(
-        where=str((stage or one.group).location),
-        what=f"worker group {one.group.name!r} needs {gib(one.needed_bytes)} of a GPU{beside}: {listed}",
-        why=f"{gib(USABLE * gpu.memory_bytes)} of {gib(gpu.memory_bytes)} can be used",
-        fix=f"{fix} in {stage.name!r}" if fix and stage else "more GPUs, with tensor_parallel or pipeline_parallel",
-    )
+def _too_much(one: GroupMemory, own: Iterable[Stage], gpu: Gpu) -> Iterator[Problem]:
+    """Yield a problem for each stage whose tasks do not fit, the largest first; one if only more GPUs help."""
+    held, stages = _sum(one.held) + one.beside_bytes, {stage.name: stage for stage in own}
+    taken = {name: held + _sum(_needed(parts)) for name, parts in one.passing.items()}
+    too_large = [name for name in sorted(taken, key=lambda name: -taken[name]) if taken[name] > USABLE * one.gpu_bytes]
+    if not all(one.fits.get(name) for name in too_large):
+        too_large = too_large[:1]
+    for name in too_large or [""]:
+        stage, fix = stages.get(name), one.fits.get(name, "")
+        parts = sorted([*one.held, *_needed(one.passing.get(name, ()))], key=lambda part: -part.size_bytes)
+        listed = ", ".join(f"{part.name} {gib(part.size_bytes)}" for part in parts[:3])
+        beside = f", beside {gib(one.beside_bytes)} of other worker groups" if one.beside_bytes else ""
+        needed = f"needs {gib(taken.get(name, held))} of a GPU"
+        yield Problem(
+            where=str((stage or one.group).location),
+            what=f"worker group {one.group.name!r} {needed}{beside}: {listed}",
+            why=f"{gib(USABLE * gpu.memory_bytes)} of {gib(gpu.memory_bytes)} can be used",
+            fix=f"{fix} in {name!r}" if fix and stage else "more GPUs, with tensor_parallel or pipeline_parallel",
+        )
 
 
 def _no_cache(stage: Stage, one: GroupMemory, load: Load) -> Iterator[Problem]:
     work = work_of(stage, load) if stage.shape == "stream" else None
     if isinstance(work, Decoding) and work.most_tokens < load.prompt + load.longest:
+        larger = "memory= or " if _memory_binds(stage, load, work) else ""
         yield Problem(
             where=str(one.group.location),
             what=f"the cache of worker group {one.group.name!r} holds {work.most_tokens:,} tokens, and a sample has up "
             f"to {load.prompt + load.longest:,}",
             why=_why_no_cache(stage, one, load, work),
-            fix="a larger memory= or tensor_parallel=, or GPUs of its own",
+            fix=f"a larger {larger}tensor_parallel=, or GPUs of its own",
         )
+
+
+def _memory_binds(stage: Stage, load: Load, work: Decoding) -> bool:
+    """Return whether the cache would have room for more tokens if the group's memory= were larger."""
+    most = work_of(stage, msgspec.structs.replace(load, group=replace(load.group, memory=1.0)))
+    return isinstance(most, Decoding) and most.most_tokens > work.most_tokens
 
 
 def _why_no_cache(stage: Stage, one: GroupMemory, load: Load, work: Decoding) -> str:

@@ -24,8 +24,8 @@ from stages.forecast.shape import HALF, SINGLE, Divided, divided
 OPTIMIZER = 3 * SINGLE  # bytes per weight: a float32 master weight and two moments
 UPDATED = 2 * OPTIMIZER + SINGLE + HALF  # bytes per weight that an update reads and writes
 CONTEXT_BYTES = 0.9 * 2**30  # CUDA and libraries; from "learner asleep" in gpu.step.colocated.h200 and .4B
-# What torch's allocator holds while rows are trained, and does not use: bytes per weight, and per number of a row's
-# logits, whose blocks differ from row to row. From the most memory in use in gpu.step.apart.sync and .4B.
+# What torch's allocator holds while rows are trained, and does not use: bytes per trained weight, and per number of a
+# row's logits, whose blocks differ from row to row. From the most memory in use in gpu.step.apart.sync and .4B.
 CACHED, CACHED_LOGITS = HALF, SINGLE
 WORKSPACE_BYTES = 0.65 * 2**30  # during a pass; from the peaks of gpu.update.*.json
 ROUND = 64  # tokens
@@ -64,7 +64,6 @@ class Passes:
         if shape.experts or shape.hybrid:
             return None
         taken = 2 if self.training and self.model.lora else times  # frozen weights have no gradients
-        trained = part.trained_by(self.model) if self.training else 0.0
         self._check(load)
         tokens, passes, updates, pairs, responses = self._rank(load)
         waits = 1 + (part.pipeline - 1) * updates / passes
@@ -81,7 +80,7 @@ class Passes:
             vocabulary_bytes=times / 3 * responses * shape.vocab * HALF * self.epochs / (part.tensor * part.context),
             layers=passes * part.layers * factor,
             passes=passes * factor,
-            updated_bytes=trained * UPDATED / load.ranks * updates * self.epochs,
+            updated_bytes=UPDATED * _own(self.model, load) * updates * self.epochs if self.training else 0.0,
         )
 
     def parts(self, load: Load) -> list[GpuPart]:
@@ -165,7 +164,7 @@ class Passes:
 
     def _cached_bytes(self, load: Load) -> float:
         """What the allocator would give up too, but a row that leaves no room for it waits for that each time."""
-        return CACHED * divided(self.model, load.group).weights if self.training else 0.0
+        return CACHED * divided(self.model, load.group).trained_by(self.model) if self.training else 0.0
 
     def _token_bytes(self, load: Load) -> float:
         """Return the bytes of activations and logits per token of a pass. The first stage of a pipeline of p keeps p
@@ -239,7 +238,6 @@ def held(model: Model, load: Load, *, trains: bool) -> list[GpuPart]:
     """Return what a model holds on a rank between tasks."""
     part = divided(model, load.group)
     weights, trained = part.weights, part.trained_by(model)
-    shares = load.ranks * load.group.context_parallel  # of the distributed optimizer
     frozen = model.lora is not None  # a trainer that sleeps moves what it does not send
     parts = [
         GpuPart(name="CUDA", size_bytes=CONTEXT_BYTES),
@@ -247,12 +245,23 @@ def held(model: Model, load: Load, *, trains: bool) -> list[GpuPart]:
     ]
     if trains:
         parts += [
-            GpuPart(name="master weights and moments", size_bytes=OPTIMIZER * trained / shares),
+            GpuPart(name="master weights and moments", size_bytes=OPTIMIZER * _own(model, load), when="moved"),
             GpuPart(name="gradients", size_bytes=SINGLE * trained, when="dropped"),
         ]
         if model.lora:
             parts.append(GpuPart(name="adapter", size_bytes=HALF * trained))
     return parts
+
+
+def _own(model: Model, load: Load) -> float:
+    """Return the weights of which a rank has the moments. The distributed optimizer divides them over the ranks that
+    hold the same ones: experts over as many fewer as `expert_parallel` says."""
+    part, group = divided(model, load.group), load.group
+    ranks = load.ranks * group.context_parallel
+    trained = part.trained_by(model)
+    experts = 0.0 if model.lora else part.expert_matrices
+    apart = group.tensor_parallel * ranks / part.experts  # expert-data-parallel ranks
+    return (trained - experts) / ranks + experts / max(1.0, apart)
 
 
 def exchanged_bytes(model: Model, load: Load) -> float:

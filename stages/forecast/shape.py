@@ -47,8 +47,13 @@ class Divided:
         shape = self.shape
         single = shape.mlp_weights(0)
         own = (shape.mixer_weights + single - shape.undivided_weights) / self.tensor
-        own += (shape.mlp_weights(shape.experts) - single) / self.experts
-        return self.layers / shape.layers * own
+        return self.layers / shape.layers * own + self.expert_matrices
+
+    @property
+    def expert_matrices(self) -> float:
+        """Of these, the weights of experts."""
+        shape = self.shape
+        return self.layers / shape.layers * (shape.mlp_weights(shape.experts) - shape.mlp_weights(0)) / self.experts
 
     def trained_by(self, model: Model) -> float:
         """Weights of the fullest rank that training changes: all, or those of an adapter, as if its targets were all

@@ -65,15 +65,16 @@ def test_one_gpu_is_shared_and_rows_are_as_long_as_pays(folder):
         assert found.values["colocated"] and found.values["sampler_gpus"] == found.values["learner_gpus"] == 1
         assert (found.values["generator"], found.values["trainer"]) == ("vllm", "megatron")
     assert large.values["microbatch"] == 12288
-    longer = [one for one in large.tried[2:] if one.values["recompute"] == "none"]
-    assert all(one.why.startswith("worker group 'learner' needs") for one in longer)
+    longer = [one for one in large.tried[6:] if one.values["recompute"] == "none"]
+    assert longer and all(one.why.startswith("worker group 'learner' needs") for one in longer)
     assert large.values["recompute"] == "none", "nothing is computed again where that fits"
+    assert large.values["sampler_memory"] == 0.5, "with more, the trainer's moments would move to the host and back"
     assert small.values["microbatch"] > large.values["microbatch"]
 
 
 def test_the_choice_is_the_fastest_that_was_tried(folder):
     found = grpo("h200:2", model="0.6B")
-    assert len(found.tried) == 2 * (11 + 2 * 6)
+    assert len(found.tried) == 4 * (11 + 2 * 6)
     fits = [one for one in found.tried if not one.why]
     assert found.best is not None and found.best.step_s <= 1.01 * min(one.step_s for one in fits)
     assert found.best.values.items() <= found.values.items()
@@ -91,7 +92,7 @@ def test_many_gpus_are_divided_in_a_few_ways():
     choices = load(REPOSITORY / "graphs" / "grpo.py").beside("choices")
     assert choices is not None
     made = list(choices(64))
-    assert len(made) == 23 * 8 and {one["sampler_gpus"] + one["learner_gpus"] for one in made} == {64, 128}
+    assert len(made) == 23 * 10 and {one["sampler_gpus"] + one["learner_gpus"] for one in made} == {64, 128}
 
 
 def test_an_adapter_needs_room_for_its_own_gradients_only(folder):

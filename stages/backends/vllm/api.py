@@ -52,7 +52,7 @@ from stages.backends.model.cache_bounds import Bounds, largest
 from stages.backends.refit.source import peer_lost
 from stages.backends.vllm import families
 from stages.backends.vllm.environment import LARGE_BYTES, RUNNING, SECOND_RUNNER, graph_sizes, passes
-from stages.backends.vllm.limits import FREE_MEMORY
+from stages.backends.vllm.limits import share_of
 from stages.backends.vllm.processes import forks
 from stages.backends.vllm.weights import RankAnswer
 from stages.lora import NO_MIXTURES, LoRA, not_in_vllm
@@ -140,12 +140,12 @@ def computes_on_cpu() -> bool:
 def open_llm(
     folder: Path, *, gpus: bool, tensor_parallel: int, memory: float, cache: str = "auto", speculate: int = 0,
     draft: Path | None = None, lora: LoRA | None = None, slots: int = 1, routes: bool = False,
+    beside_bytes: float = 0.0,
 ) -> AsyncLLM:  # fmt: skip
-    """Start an engine in the running event loop and wait until it is ready. On GPUs it takes the share `memory` of
-    each, or nearly all that is free if that is less, and `cache` is the number format of keys and values. `speculate`
-    tokens are drafted per step, by the model in the folder `draft` or by n-grams; call `verify` before any request.
-    `slots` is how many adapters, described by `lora`, it computes together. With `routes` it returns the experts of
-    each token.
+    """Start an engine in the running event loop and wait until it is ready. On GPUs it takes `share_of` each, beside
+    groups that keep `beside_bytes`, and `cache` is the number format of keys and values. `speculate` tokens are drafted
+    per step, by the model in the folder `draft` or by n-grams; call `verify` before any request. `slots` is how many
+    adapters, described by `lora`, it computes together. With `routes` it returns the experts of each token.
 
     Raises ValueError or RuntimeError if it cannot start.
     """
@@ -175,7 +175,9 @@ def open_llm(
                 compilation["cudagraph_capture_sizes"] = graph_sizes(RUNNING)
         settings |= {
             "enable_sleep_mode": True,
-            "gpu_memory_utilization": min(memory, FREE_MEMORY * free_bytes / total_bytes),
+            "gpu_memory_utilization": share_of(
+                memory, free_bytes=free_bytes, total_bytes=total_bytes, beside_bytes=beside_bytes
+            ),
             "compilation_config": compilation,
         }
     config = AsyncEngineArgs(

@@ -49,7 +49,7 @@ class Setup:
     folder: Path
     gpus: bool
     tensor_parallel: int
-    memory: float  # share of a GPU
+    memory: float  # share of a GPU, if there is room
     where: str
     cache: str = "auto"  # number format of keys and values
     speculate: int = 0  # drafted tokens per step
@@ -59,6 +59,7 @@ class Setup:
     lora: LoRA | None = None  # of adapters; the weights in the folder then stay
     slots: int = 1  # adapters that are computed together
     routes: bool = False  # whether it returns the experts of each token
+    beside_bytes: float = 0.0  # what other groups keep on the same GPU
 
 
 class Client:
@@ -237,6 +238,7 @@ class Client:
                 gpus=setup.gpus,
                 tensor_parallel=setup.tensor_parallel,
                 memory=setup.memory,
+                beside_bytes=setup.beside_bytes,
                 cache=setup.cache,
                 speculate=setup.speculate,
                 draft=setup.draft,

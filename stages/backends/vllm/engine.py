@@ -53,7 +53,8 @@ def open_engine(context: StageContext) -> VllmEngine:
     if computes_on_cpu() != (group.gpus == 0):
         raise StageError(_other_build(group))
     versions = context.max_staleness + 1  # that are in flight together
-    return VllmEngine(group, context.run_dir, (context.rank, group.processes), versions=versions)
+    worker = context.rank, group.processes
+    return VllmEngine(group, context.run_dir, worker, versions=versions, beside_bytes=context.beside_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,13 +69,15 @@ class StartedEngine:
 
 
 class VllmEngine(Tokenizers):
-    """`stages.backends.Sampler` with one model. `versions` of an adapter are computed together; others wait."""
+    """`stages.backends.Sampler` with one model. `versions` of an adapter are computed together; others wait. Other
+    groups keep `beside_bytes` of its GPUs."""
 
     def __init__(
-        self, group: WorkerGroup, run_dir: Path | None, worker: tuple[int, int] = (0, 1), *, versions: int = 1
-    ) -> None:
+        self, group: WorkerGroup, run_dir: Path | None, worker: tuple[int, int] = (0, 1), *, versions: int = 1,
+        beside_bytes: float = 0.0,
+    ) -> None:  # fmt: skip
         super().__init__()
-        self._versions = versions
+        self._versions, self._beside_bytes = versions, beside_bytes
         self._worker = worker  # replica index and count
         self.group, self.run_dir = group, run_dir
         self.dtype = torch.bfloat16 if group.gpus > 0 else torch.float32
@@ -107,7 +110,7 @@ class VllmEngine(Tokenizers):
                 draft=None if group.draft is None else model_folder(group.draft, self.run_dir),
                 replica=self._worker[0], replicas=self._worker[1],
                 lora=model.lora if model.trainable else None, slots=self._versions,
-                routes=layers is not None,
+                routes=layers is not None, beside_bytes=self._beside_bytes,
             )  # fmt: skip
             closing, client = _closing(folder, self.tokenizer(model)), Client(setup)
             self._started = StartedEngine(

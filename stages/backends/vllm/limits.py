@@ -23,6 +23,12 @@ LATER = {"gpt_oss": (0, 32)}  # families, and the first vLLM whose refits of the
 FREE_MEMORY = 0.92  # of the free memory of a GPU: an engine takes at most that
 
 
+def share_of(memory: float, *, free_bytes: float, total_bytes: float, beside_bytes: float) -> float:
+    """The share of a GPU that an engine takes: `memory`, or nearly all of what is free now, or later beside groups that
+    keep `beside_bytes`, if that is less."""
+    return min(memory, FREE_MEMORY * min(free_bytes, total_bytes - beside_bytes) / total_bytes)
+
+
 def problems(group: WorkerGroup, where: str) -> Iterator[Problem]:
     """Reasons why the group cannot sample with vLLM."""
     for name, kind in (
