@@ -159,7 +159,13 @@ _IMAGES = "tests/engines/test_vllm_images.py::test_samples_have_the_logprobs_of_
 FEW_LAYERS = {  # whole steps of models of few layers, trained by Megatron-core and sampled by vLLM
     "benchmarks/results/gpu.step.glm-4.5-air-2-layers.json::glm-4.5-air": ("glm4_moe",),
     "benchmarks/results/gpu.step.nemotron-3-nano-4-layers.json::nemotron-3-nano": ("nemotron_h, experts",),
+    "benchmarks/results/gpu.step.deepseek-v3-2-layers.json::deepseek-v3": ("deepseek_v3",),
 }
+REPLAYED = {
+    "benchmarks/results/gpu.step.glm-4.5-air-2-layers.replay.json::--replay": ("glm4_moe",),
+    "benchmarks/results/gpu.step.nemotron-3-nano-4-layers.replay.json::--replay": ("nemotron_h, experts",),
+}
+ADAPTED = {"benchmarks/results/gpu.step.lora.8B.json::--lora 16": ("qwen3",)}
 SHOWN: Mapping[Device, Mapping[str, Mapping[str, tuple[str, ...]]]] = {  # by column: tests or results, and families
     "CPU": {
         "torch 1 rank": {
@@ -251,7 +257,10 @@ SHOWN: Mapping[Device, Mapping[str, Mapping[str, tuple[str, ...]]]] = {  # by co
             "benchmarks/results/gpu.recipe.fp8.json::--cache fp8": ("qwen3",),
             "tests/gpu/test_cache.py::test_keys_and_values_far_above_448_are_scaled": ("qwen3",),
         },
-        "vllm replay": {"tests/gpu/test_routes.py::test_the_experts_that_vllm_chose": ("qwen3_moe",)},
+        "megatron LoRA": ADAPTED,
+        "vllm LoRA": ADAPTED,
+        "megatron replay": REPLAYED,
+        "vllm replay": {"tests/gpu/test_routes.py::test_the_experts_that_vllm_chose": ("qwen3_moe",), **REPLAYED},
     },
 }
 

@@ -34,7 +34,7 @@ ON_GPU = {
     "VLLM_USE_DEEP_GEMM": "0",  # for 8-bit weights; it compiles at the start and needs nvcc, CUTLASS's kernels do not
     "VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER": "0",  # the same
     # It takes all CUDA graphs to be as large as the second largest (profile_cudagraph_memory of gpu_model_runner.py).
-    # Engines of 0.6B and 4B had 12 and 25 GiB less in use than their share: gpu.step.apart.sync and .4B.
+    # Engines of 0.6B and 4B then had 12 and 25 GiB less in use than their share.
     "VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS": "0",
 }
 MULTICAST = (
