@@ -104,11 +104,13 @@ def described(options: argparse.Namespace, staleness: int, policy: Model) -> Gra
     )  # fmt: skip
 
 
-def measured(run_dir: RunDir, options: argparse.Namespace, start_s: float) -> dict[str, Any]:
-    """Means over the steps after the first, from the record of a run."""
+def measured(run_dir: RunDir, options: argparse.Namespace, begun_s: float) -> dict[str, Any]:
+    """Means over the steps after the first, from the record of a run that began then: its workers are set up after
+    "setup s", and the sampler has its weights after "start s". In turns its engine starts in between."""
     lines = [line for line in map(json.loads, run_dir.metrics.read_text().splitlines()) if line["step"] > 1]
     events = [event for _, event in trace.read(run_dir.events)]
     published = [event.at_s for event in events if isinstance(event, trace.Published)]
+    set_up_s = next(event.at_s for event in events if isinstance(event, trace.Submitted))
     spans = [(e.start_s, e.end_s) for e in events if isinstance(e, trace.Ran) and e.stage in ENGINES]
     lo, hi = published[1], published[-1]
     busy_s = covered_s((max(lo, a), min(hi, b)) for a, b in spans if b > lo and a < hi)
@@ -123,7 +125,8 @@ def measured(run_dir: RunDir, options: argparse.Namespace, start_s: float) -> di
     trained_s = seconds["train"] + seconds["prev_logprobs"] + seconds["ref_logprobs"]
     learner_gpus = 0 if options.colocated else options.learner
     return {
-        "start s": round(start_s, 1),
+        "setup s": round(set_up_s - begun_s, 1),
+        "start s": round(published[0] - begun_s, 1),
         "step s": round(step_s, 2),
         **{f"{stage} s": round(took_s, 2) for stage, took_s in seconds.items()},
         **(turned(turns, len(published) - 2) if options.colocated else {}),
@@ -226,7 +229,7 @@ def run(
         if step > 0 and len(published) > 2:
             row = {"model": options.model, "max_staleness": graph.schedule.max_staleness}
             gib = {f"GPU {index} at most GiB": round(most / 2**30, 1) for index, most in enumerate(most_bytes.values())}
-            rows[-1] = row | measured(run_dir, options, published[0] - begun_s) | gib
+            rows[-1] = row | measured(run_dir, options, begun_s) | gib
             write(rows, options)
         if step + 1 == options.steps:
             raise EnoughError
