@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphs import quickstart
-from pipeline import Graph, Schedule, WorkerGroup
+from pipeline import Graph, Model, Schedule, WorkerGroup
 from pipeline.engine.driver import Driver
 from pipeline.errors import GraphError
 from pipeline.executors.local import LocalExecutor
@@ -24,12 +24,13 @@ from pipeline.simulation.distributions import parse
 from pipeline.simulation.durations import Costs, Drawn, Durations
 from pipeline.simulation.virtual_run import Fault, Simulation
 from stages import PrevLogprobs, Refit, RefLogprobs, Train
-from stages.backends import device
+from stages.backends import Optimization, device, trainer
 from stages.backends.device import Parking
 from stages.backends.torch.engine import TorchEngine
 from tests.examples import few
 from tests.journal.checker import check
 from tests.unit import toy
+from tests.unit.tiny import QWEN3
 
 FAST: dict[str, Any] = {
     "steps": 3, "evaluate_every": 2, "warm_start_steps": 5, "prompts_per_step": 4, "samples_per_prompt": 4,
@@ -182,6 +183,20 @@ def test_parked_tensors_are_the_same_objects_and_come_back(shared):
             wanted[0].add_(1)
         parking.leave()
         assert all(torch.equal(a, b) for a, b in zip(tensors, wanted))
+
+
+def test_a_learner_that_sleeps_whole_releases_unused_memory_once_it_has_parked(monkeypatch):
+    """The engine that starts beside it counts what is free. Asked for room, `Parking` releases while it counts."""
+    done: list[str] = []
+    engine = TorchEngine(torch.device("cpu"), torch.float32)
+    engine.learner(Model("tiny", config=QWEN3, alphabet="0123456789"), Optimization(lr=1.0))
+    monkeypatch.setattr(Parking, "park", lambda *_, **settings: done.append("parked"))
+    monkeypatch.setattr(trainer, "release_unused", lambda device: done.append("released"))
+    engine.sleep()
+    assert done.index("released") == len(done) - 1 > 0
+    done.clear()
+    engine.sleep(1)
+    assert set(done) == {"parked"}
 
 
 def test_parked_tensors_share_blocks(monkeypatch):

@@ -15,10 +15,12 @@ from pipeline.declare.sharding import Packed
 from stages import ClippedLoss, PrevLogprobs, Train, TruncatedIS
 from stages.backends import engine
 from tests.shares import weight_hash
+from tests.unit.test_folder import MIXTURE
 from tests.unit.tiny import QWEN3
 
 torch.set_num_threads(1)
 POLICY = Model("tiny", config=QWEN3, alphabet="0123456789")
+REPLAYING = replace(POLICY, config=MIXTURE, router_replay=True)
 LEARNER = WorkerGroup("learner", backend="torch", threads=1)
 
 
@@ -32,33 +34,38 @@ def samples(count: int = 8) -> dict[str, Any]:
 
     prompts, responses = ragged(1, 6), ragged(1, 9)
     sampled = -2.0 + 0.2 * torch.randn(responses.values.shape, generator=random)
+    inputs = [p + t - 1 for p, t in zip(prompts.lengths, responses.lengths)]
+    experts = [torch.rand(tokens, 2, 4, generator=random).argsort(-1)[..., :2] for tokens in inputs]  # 2 layers, 2 of 4
     return {
         "prompt_ids": prompts,
         "response_ids": responses,
         "advantage": torch.randn(count, generator=random),
         "rollout_logprobs": Ragged(sampled, responses.lengths),
         "token_versions": Ragged(torch.zeros(len(responses.values), dtype=torch.int32), responses.lengths),
+        "routed_experts": Ragged.of([chosen.flatten().to(torch.uint8) for chosen in experts]),
     }
 
 
-def trained(folder: Path, prev: Any, **settings: Any) -> tuple[dict[str, float], str]:
+def trained(folder: Path, prev: Any, *, model: Model = POLICY, **settings: Any) -> tuple[dict[str, float], str]:
     """Return the metrics of two steps, and the hash of the weights then."""
-    stage = Train(POLICY, on=LEARNER, loss=ClippedLoss(correction=TruncatedIS(cap=2.0)), lr=1e-2, prev=prev, **settings)
+    stage = Train(model, on=LEARNER, loss=ClippedLoss(correction=TruncatedIS(cap=2.0)), lr=1e-2, prev=prev, **settings)
     context = StageContext(group=LEARNER, rank=0, seed=0, group_size=1, run_dir=folder, shared={}, steps=2)
     run, columns, metrics = stage.setup(context), samples(), {}
-    score = PrevLogprobs(POLICY, on=LEARNER, microbatch=stage.microbatch).setup(context)
+    scoring = PrevLogprobs(model, on=LEARNER, microbatch=stage.microbatch, temperature=stage.temperature)
+    score = scoring.setup(context)
     for step in range(2):
         task = Task(number=step, stage="train", step=step, groups=tuple(range(8)))
         given = columns if prev == "own" else columns | score(columns, task).columns
         metrics |= {f"{step} {name}": value for name, value in run(given, task).metrics.items()}
-    return metrics, weight_hash(engine(context).trained_weights(POLICY))
+    return metrics, weight_hash(engine(context).trained_weights(model))
 
 
 SETTINGS: list[dict[str, Any]] = [
     {},
-    {"minibatches": 2},
+    {"minibatches": 2, "temperature": 0.7},
     {"minibatches": 4, "epochs": 2, "microbatch": 1},
     {"minibatches": 2, "microbatch": Packed(40)},
+    {"minibatches": 2, "model": REPLAYING},
 ]
 
 

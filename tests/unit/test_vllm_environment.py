@@ -1,10 +1,47 @@
 """The environment in which vLLM is imported."""
 
+import importlib.util
 from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from stages.backends.vllm import environment
+from tests.optional import required
+
+SLOW_OR_LARGE = (  # what vLLM does on GPUs unless told not to: compile for minutes, or hold back memory for CUDA graphs
+    "VLLM_USE_FLASHINFER_SAMPLER",
+    "VLLM_USE_DEEP_GEMM",
+    "VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER",
+    "VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS",
+)
+
+
+def vllms_variables() -> Any:
+    """Return vLLM's own function for each variable, from the file alone: all of vLLM takes seconds to import."""
+    package = importlib.util.find_spec("vllm")
+    if package is None or package.origin is None:
+        required("vllm", "vllm")
+    spec = importlib.util.spec_from_file_location("envs_of_vllm", Path(package.origin).with_name("envs.py"))
+    assert spec is not None and spec.loader is not None
+    module: Any = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.environment_variables
+
+
+@pytest.mark.parametrize("gpus", [False, True])
+def test_vllm_knows_each_variable_and_has_another_default(monkeypatch, gpus):
+    variables, given = vllms_variables(), {"NCCL_NVLS_ENABLE": "0"}
+    monkeypatch.setattr(environment.os, "environ", set_ := dict(given))
+    environment.prepare(gpus=gpus, threads=0, tensor_parallel=1)
+    names = [name for name in set_ if name.startswith("VLLM_")]
+    assert [name for name in names if name not in variables] == [], "vLLM ignores them"
+    if gpus:
+        assert [name for name in SLOW_OR_LARGE if variables[name]()] == []
+    told = {name: variables[name]() for name in names}
+    monkeypatch.setattr(environment.os, "environ", given)
+    assert [name for name in names if variables[name]() == told[name]] == [], "they change nothing"
 
 
 @pytest.mark.parametrize(
