@@ -80,7 +80,7 @@ class AdapterSlots:
     def _moved(self, number: int, resident: Resident) -> bool:
         """Have vLLM move it there instead, and record that."""
         self._manager.deactivate_adapter(number)
-        with Copies(resident.flat) as copies:
+        with SlotCopies(resident.flat) as copies:
             self._manager.activate_adapter(number)
         if copies.are_all:
             resident.sources = copies.sources
@@ -88,7 +88,7 @@ class AdapterSlots:
         return True
 
 
-class Copies(TorchDispatchMode):
+class SlotCopies(TorchDispatchMode):
     """Records copies out of `flat`. `are_all` says that nothing else was written, but for zeros."""
 
     def __init__(self, flat: torch.Tensor) -> None:
