@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from transformers import PreTrainedModel
 
-APART = frozenset(  # each is tested: packed rows have the logprobs of samples alone
-    """
-    llama qwen2 qwen3 qwen3_moe glm4_moe deepseek_v3 gpt_oss qwen2_5_vl qwen3_vl
-    cohere2 deepseek_v2 exaone4 gemma gemma2 gemma3_text glm4 gpt2 gpt_neox granite granitemoe
-    mistral mixtral olmo2 olmo3 olmoe qwen2_moe smollm3
-    """.split()
-)
+APART = {  # each is tested: packed rows have the logprobs of samples alone
+    "cohere2", "deepseek_v2", "deepseek_v3", "exaone4", "gemma", "gemma2", "gemma3_text", "glm4", "glm4_moe", "gpt2",
+    "gpt_neox", "gpt_oss", "granite", "granitemoe", "llama", "mistral", "mixtral", "olmo2", "olmo3", "olmoe", "qwen2",
+    "qwen2_5_vl", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_vl", "smollm3",
+}  # fmt: skip
 
 
 def apart(network: PreTrainedModel) -> bool:
