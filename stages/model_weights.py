@@ -57,7 +57,7 @@ def weight_faults(folder: Path, config: Mapping[str, Any]) -> list[FileFault]:
             faults.append(FileFault(file, f"it cannot be read: {reason(error)}", "it has weights of the model"))
             continue
         if absent := sorted(wanted - held.keys()):
-            faults.append(FileFault(file, f"it has no {_first(absent)}", f"{INDEX} says that it has"))
+            faults.append(FileFault(file, f"it has no {first_of(absent)}", f"{INDEX} says that it has"))
         headers |= held
         places |= dict.fromkeys(held, file)
     shapes = {name: header.shape for name, header in headers.items()}
@@ -118,7 +118,7 @@ def _unscaled(
     if not lacking:
         return []
     lacks = f"there is no {lacking[0]}{ending}" if how else "config.json has no quantization_config"
-    what = f"it has {_first(lacking)} in 8-bit floats, and {lacks}"
+    what = f"it has {first_of(lacking)} in 8-bit floats, and {lacks}"
     return [FileFault(places[lacking[0]], what, "they would be read without their scales, as other numbers")]
 
 
@@ -144,7 +144,8 @@ def _differences(
 
 
 def _wanted(config: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...], tuple[str, ...]]]:
-    """Yield the tensors that every model of a family has: name, shape, and which of the config's numbers give it."""
+    """Yield tensors that every model of a family has, but not all of them: name, shape, and which of the config's
+    numbers give it."""
     hidden, heads, inner = (config[name] for name in ("hidden_size", "num_attention_heads", "intermediate_size"))
     groups, dim = config.get("num_key_value_heads") or heads, config.get("head_dim") or hidden // heads
     known = says_heads(config)
@@ -176,5 +177,6 @@ def _latent(config: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
             "o_proj": (hidden, heads * value)}  # fmt: skip
 
 
-def _first(names: list[str]) -> str:
+def first_of(names: list[str]) -> str:
+    """Return the first of these names, and how many more there are."""
     return names[0] + (f" and {len(names) - 1:,} more" if len(names) > 1 else "")

@@ -106,7 +106,7 @@ TABLE = {  # home -> member -> its parameters; `=` marks those with a default
     },
     "torch.nn:Module": {"_parameters": FIELD},
     "torch.utils._python_dispatch:TorchDispatchMode": {"": "_dispatch_key="},
-    "transformers:PreTrainedModel": {"_is_stateful": FIELD, "_no_split_modules": FIELD},
+    "transformers:PreTrainedModel": {"_no_split_modules": FIELD},
     "ray._private.state:available_resources_per_node": {"": ""},
     "argparse:ArgumentParser": {"_option_string_actions": FIELD},
     "argparse:HelpFormatter": {

@@ -298,11 +298,37 @@ def test_8_bit_weights_without_scales_are_refused_at_load_too(copied, change, sa
             load_one(model)
 
 
+_LAYER = "model.layers.1"
+
+
+@pytest.mark.parametrize(
+    ("family", "tensors"),
+    [
+        (QWEN3, ["lm_head.weight"]),
+        (QWEN3, [f"{_LAYER}.self_attn.k_norm.weight", f"{_LAYER}.self_attn.q_norm.weight"]),
+        ({**QWEN3, "model_type": "qwen2"}, [f"{_LAYER}.self_attn.q_proj.bias"]),
+        (MIXTURE, [f"{_LAYER}.mlp.gate.weight"]),
+        (GLM, [f"{_LAYER}.mlp.gate.e_score_correction_bias", f"{_LAYER}.mlp.shared_experts.up_proj.weight"]),
+        (DEEPSEEK, [f"{_LAYER}.self_attn.q_a_proj.weight"]),
+        ({**QWEN3, "model_type": "gpt2"}, ["transformer.h.0.attn.c_attn.weight"]),
+    ],
+)
+def test_weights_that_would_stay_random_are_refused_at_load(tmp_path: Path, family: dict, tensors: list[str]) -> None:
+    folder = model_folder(Model("a", config=family, alphabet="0123"), tmp_path)
+    load(Model(str(folder)))
+    without(*tensors)(folder)
+    assert not list(model_problems(Model(str(folder))))  # which knows less
+    with pytest.raises(StageError) as raised:
+        load(Model(str(folder)))
+    more = f" and {len(tensors) - 1} more" if tensors[1:] else ""
+    assert f"has no weights {tensors[0]}{more}; its config.json asks" in str(raised.value)
+
+
 @pytest.mark.parametrize(
     "family",
     [QWEN3, MIXTURE, GLM, DEEPSEEK, {**QWEN3, "model_type": "llama"}, {**QWEN3, "model_type": "qwen2"}],
 )
-@pytest.mark.parametrize("change", [{}, {"head_dim": ...}])
+@pytest.mark.parametrize("change", [{}, {"head_dim": ...}, {"tie_word_embeddings": True}])
 def test_what_transformers_writes_is_not_refused(tmp_path: Path, family: dict, change: dict) -> None:
     """Also where a config leaves numbers to the family."""
     config = {name: value for name, value in (family | change).items() if value is not ...}

@@ -19,7 +19,9 @@ from stages.backends.model.places import placed
 from stages.backends.model.weights import weights
 from stages.backends.torch.engine import TorchEngine
 from stages.backends.torch.optimize import TorchLearner
+from stages.backends.torch.rows import APART, apart
 from stages.backends.torch.score import score
+from stages.images import FAMILIES as SEEING
 from stages.model_shape import shape_faults
 from tests.unit.test_folder import DEEPSEEK, GLM
 from tests.unit.tiny import QWEN3
@@ -54,12 +56,42 @@ FAMILIES = {
     "nemotron_h, experts": {name: size for name, size in EXPERTS.items() if name != "moe_latent_size"},
     "nemotron_h, latent": EXPERTS,
 }
+_SPARSE = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+_WINDOW = {"sliding_window": 4}  # shorter than the samples
+_OTHERS: dict[str, dict[str, Any]] = {
+    "bloom": {"n_head": 4, "n_layer": 2},
+    "cohere2": _WINDOW,
+    "deepseek_v2": {name: size for name, size in DEEPSEEK.items() if name != "rope_parameters"},
+    "exaone4": _WINDOW,
+    "gemma": {},
+    "gemma2": _WINDOW,
+    "gemma3_text": _WINDOW,
+    "glm4": {},
+    "gpt2": {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 64},
+    "gpt_neox": {},
+    "granite": {},
+    "granitemoe": _SPARSE,
+    "lfm2": {"layer_types": ["conv", "full_attention"], "block_ff_dim": 48},
+    "llama4_text": _SPARSE | {"attention_chunk_size": 4, "intermediate_size_mlp": 48, "num_experts_per_tok": 1},
+    "mistral": _WINDOW,
+    "mixtral": _SPARSE,
+    "olmo2": {},
+    "olmo3": _WINDOW,
+    "olmoe": _SPARSE,
+    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
+    "qwen2_moe": _SPARSE,
+    "qwen3": {},
+    "qwen3_moe": _SPARSE,
+    "smollm3": {},
+}
+OTHERS = {family: QWEN3 | change | {"model_type": family} for family, change in _OTHERS.items()}
+MIXED = {"nemotron_h", "bloom", "lfm2", "llama4_text", "opt"}
 PROMPTS = Ragged(torch.arange(2, 12), (2, 5, 3))
 RESPONSES = Ragged(torch.arange(9, 0, -1) % 7 + 2, (4, 1, 4))
 
 
 def network(family: str, dtype: torch.dtype = torch.float32) -> Any:
-    model = Model(family, config=FAMILIES[family], alphabet="0123456789")
+    model = Model(family, config=(FAMILIES | OTHERS)[family], alphabet="0123456789")
     made = load_network(model, load_tokenizer(model), dtype=dtype, device=torch.device("cpu"))
     for name, constant in made.named_buffers():
         if name.endswith("e_score_correction_bias"):
@@ -67,9 +99,10 @@ def network(family: str, dtype: torch.dtype = torch.float32) -> Any:
     return made
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES | OTHERS)
 def test_scores_are_those_of_samples_alone_in_rectangles_and_in_packed_rows(family: str) -> None:
     made, wanted = network(family), []
+    assert apart(made) != (family.split(",")[0] in MIXED)
     with torch.no_grad():
         for prompt, response in zip(PROMPTS.rows(), RESPONSES.rows()):
             logits = made(torch.cat([prompt, response])[None]).logits[0, len(prompt) - 1 : -1]
@@ -78,6 +111,12 @@ def test_scores_are_those_of_samples_alone_in_rectangles_and_in_packed_rows(fami
         shard = one_shard(PROMPTS, RESPONSES, Sharding.of(cut))
         scored = score(made, PROMPTS, RESPONSES, shard, temperature=1.0, pad=0)
         torch.testing.assert_close(scored.values, torch.cat(wanted), atol=1e-5, rtol=0)
+
+
+def test_every_family_whose_rows_are_packed_is_tested() -> None:
+    """Those of models that see images: in test_images.py."""
+    tested = {family.split(",")[0] for family in FAMILIES | OTHERS}
+    assert (tested - MIXED) | {*SEEING} == APART
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -35,7 +35,7 @@ from pipeline.errors import Problem, message_of
 from stages.backends.model.precision import kept_dtype
 from stages.images import is_seeing
 from stages.model_files import refuse_code
-from stages.model_weights import refuse_weights
+from stages.model_weights import first_of, refuse_weights
 
 PAD, EOS = "<pad>", "<eos>"
 BYTES = "bytes"  # as an alphabet
@@ -61,7 +61,7 @@ def load_network(
 ) -> PreTrainedModel:
     """The network in eval mode, warm start applied. Deterministic in the model and its seed.
 
-    Raises StageError if the source cannot be loaded.
+    Raises StageError if the source cannot be loaded, or lacks a weight.
     """
     network: Any
     first = dtype if model.warm_start is None else torch.float32  # small updates vanish in bfloat16
@@ -72,10 +72,14 @@ def load_network(
         try:
             config = AutoConfig.from_pretrained(model.source, trust_remote_code=model.trust_remote_code)
             chosen = auto_class(is_seeing(config.to_dict()))
-            network = chosen.from_pretrained(model.source, config=plain(config), dtype=first, **trust(model))
+            network, found = chosen.from_pretrained(
+                model.source, config=plain(config), dtype=first, output_loading_info=True, **trust(model)
+            )
         except Exception as error:  # whatever is in the folder
             raise StageError(not_loaded(model, error)) from error
         refuse_loaded(model)
+        if lacking := sorted(found["missing_keys"]):  # those that are tied are none of them
+            raise StageError(_incomplete(model, lacking))
     network = convert(network, first, device).eval()
     if model.warm_start is not None:
         model.warm_start.run(network, tokenizer, model.seed)
@@ -168,6 +172,15 @@ def not_loaded(model: Model, error: Exception, kind: str = "causal language mode
         what=f"model {model.source!r} cannot be loaded: {message_of(error)}",
         why=f"it must be a folder or hub name of a Hugging Face {kind}",
         fix="a folder written by save_pretrained, or a name that this machine can download",
+    )
+
+
+def _incomplete(model: Model, lacking: list[str]) -> Problem:
+    return Problem(
+        where=str(model.location),
+        what=f"the model {model.source!r} has no weights {first_of(lacking)}",
+        why="its config.json asks for them, and transformers would draw them at random",
+        fix="save or download the model again",
     )
 
 

@@ -21,6 +21,7 @@ from pipeline.declare.columns import Ragged
 from pipeline.errors import Problem
 from stages.backends.model.build import build, load_tokenizer, not_loaded, plain, refuse_loaded, trust
 from stages.backends.model.padding import pad_right
+from stages.model_weights import first_of
 
 
 def open_reward_model(model: Model, *, dtype: torch.dtype, device: torch.device) -> RewardModelOnDevice:
@@ -43,7 +44,7 @@ def open_reward_model(model: Model, *, dtype: torch.dtype, device: torch.device)
             raise StageError(
                 _problem(
                     model,
-                    f"the model {model.source!r} has no weights {', '.join(lacking)}",
+                    f"the model {model.source!r} has no weights {first_of(lacking)}",
                     "a head that was not loaded scores at random",
                 )
             )

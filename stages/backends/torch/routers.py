@@ -30,6 +30,7 @@ from pipeline.declare.sharding import Microbatch
 from stages.backends.interface import part
 from stages.backends.model.padding import pad_around
 from stages.backends.model.routes import Disagreement, numbered, table
+from stages.backends.torch.rows import apart
 
 
 def _softmax(router: Any, logits_TE: torch.Tensor, chosen_TK: torch.Tensor) -> torch.Tensor:
@@ -151,7 +152,7 @@ def along(
         return nullcontext()
     lengths = prompt_ids.lengths, response_ids.lengths
     prompts, responses = numbered(*lengths)
-    if packed and not routers.network._is_stateful:
+    if packed and apart(routers.network):
         numbers_NS = pack(prompts.rows(), responses.rows()).ids_1S
     else:
         numbers_NS = pad_around(prompts, responses, 0, microbatch.prompt, microbatch.response)[:, :-1]

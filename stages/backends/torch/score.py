@@ -23,6 +23,7 @@ from stages.backends.interface import part
 from stages.backends.model.padding import pad_around
 from stages.backends.torch.images import Seen, SeenSample, Sight, seen_by
 from stages.backends.torch.routers import Routers, along
+from stages.backends.torch.rows import apart
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,10 +64,10 @@ def predict(
     packed: bool = False,
     seen: Seen | None = None,
 ) -> Predicted:
-    """Run one pass over a microbatch. Computes logits of response positions only. Models with a recurrent state get a
-    rectangle, never a row: in transformers the state of a sample would pass to the next."""
+    """Run one pass over a microbatch. Computes logits of response positions only. Models whose samples would mix in a
+    row get a rectangle."""
     lengths, width = response_ids.lengths, microbatch.response
-    device, packed = network.device, packed and not network._is_stateful
+    device, packed = network.device, packed and apart(network)
     if packed:
         logits, ids = _packed(network, prompt_ids, response_ids, seen)
     else:
