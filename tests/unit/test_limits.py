@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from graphs.quickstart import TINY_QWEN3
-from pipeline import WorkerGroup
+from pipeline import Model, WorkerGroup
 from stages.backends.megatron import limits as megatron
 from stages.backends.vllm import limits as vllm
 
@@ -105,6 +105,24 @@ def test_a_family_may_need_a_newer_vllm(monkeypatch: pytest.MonkeyPatch, version
     monkeypatch.setattr(vllm, "_installed", lambda: version)
     told = found(vllm, {"model_type": family})
     assert len(told) == bool(says) and says in "".join(told)
+
+
+@pytest.mark.parametrize(
+    ("family", "config", "says"),
+    [
+        ("glm4_moe", {"tie_word_embeddings": True}, "tie_word_embeddings=True"),
+        ("deepseek_v3", {"tie_word_embeddings": True}, "tie_word_embeddings=True"),
+        ("gpt_oss", {"tie_word_embeddings": True}, "tie_word_embeddings=True"),
+        ("gpt_oss", {"tie_word_embeddings": False}, ""),
+        ("qwen3", {"tie_word_embeddings": True}, ""),
+    ],
+)
+def test_settings_that_vllm_computes_differently(family: str, config: dict[str, Any], says: str) -> None:
+    config = {"model_type": family, **config}
+    told = found(vllm, config, gpus=1)
+    assert len(told) == bool(says) and says in "".join(told)
+    drafts = WorkerGroup("group", gpus=1, draft=Model("draft", config=config, alphabet="bytes"))
+    assert [problem.what for problem in vllm.fits(drafts, {}, "graph.py:1")] == told
 
 
 @pytest.mark.parametrize("name", ["num_hidden_layers", "num_attention_heads", "intermediate_size", "rope_theta"])

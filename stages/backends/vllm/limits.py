@@ -20,6 +20,7 @@ SCALED = (  # families whose attention is as model/cache_bounds.py computes it (
     "llama", "qwen2", "qwen3", "qwen3_moe", "glm4_moe", "nemotron_h", "gpt_oss", "qwen3_vl", "qwen2_5_vl",
 )  # fmt: skip
 LATER = {"gpt_oss": (0, 32)}  # families, and the first vLLM whose refits of them were tested
+UNTIED = ("glm4_moe", "deepseek_v3", "gpt_oss")  # families whose output embedding is a matrix of its own in vLLM
 FREE_MEMORY = 0.92  # of the free memory of a GPU: an engine takes at most that
 
 
@@ -74,6 +75,7 @@ def fits(group: WorkerGroup, config: Mapping[str, Any], where: str) -> Iterator[
     """Reasons why the group cannot divide a model with this config, or draft for it."""
     yield from _divides(group, config, where)
     yield from _too_old(config, where)
+    yield from _served_wrong(config, where)
     family = str(config.get("model_type") or "")
     yield from quantized_problems(config, where)
     if group.weights == "fp8" and family and family not in EIGHT_BIT:
@@ -94,6 +96,7 @@ def fits(group: WorkerGroup, config: Mapping[str, Any], where: str) -> Iterator[
     if group.draft is not None and (drafts := known_config(group.draft)) and not shape_faults(drafts):
         place = str(group.draft.location)
         yield from _divides(group, drafts, place)
+        yield from _served_wrong(drafts, place)
         yield from _other_vocabulary(group.draft, drafts.get("vocab_size"), config.get("vocab_size"), place)
 
 
@@ -132,6 +135,22 @@ def _too_old(config: Mapping[str, Any], where: str) -> Iterator[Problem]:
             why="new weights of this family were seen to arrive in vLLM 0.32, and in no older one",
             fix="vLLM 0.32, or backend='torch'",
         )
+
+
+def _served_wrong(config: Mapping[str, Any], where: str) -> Iterator[Problem]:
+    """Reasons why vLLM 0.32 computes other values than the trainer, in silence."""
+    family = config.get("model_type")
+    settings = (
+        ("tie_word_embeddings=True", family in UNTIED and config.get("tie_word_embeddings"), "never loads a tied head"),
+    )
+    for what, differs, why in settings:
+        if differs:
+            yield Problem(
+                where=where,
+                what=f"the model is a {family!r}, and its config has {what}",
+                why=f"vLLM 0.32 {why} of this family",
+                fix="another model, or backend='torch'",
+            )
 
 
 def _installed() -> str:
