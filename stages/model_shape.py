@@ -17,6 +17,7 @@ from pipeline.reading import BROKEN, check_file, reason
 DENSE = ("llama", "mistral", "qwen2", "qwen3")
 MIXTURES = ("qwen3_moe", "glm4_moe", "deepseek_v3")
 FAMILIES = (*DENSE, *MIXTURES)
+WHOLE_HEADS = (*DENSE, "qwen3_moe", "deepseek_v3")  # families of which transformers turns no part of a head only
 LATENT = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")  # of deepseek_v3
 _NUMBERS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 OPTIONAL = ("num_key_value_heads", "head_dim")
@@ -93,7 +94,26 @@ def shape_faults(config: Mapping[str, Any]) -> list[tuple[str, str]]:
         number, limit = given.get(name), given.get(other)
         if number and limit and not _RELATIONS[relation](number, limit):
             wrong.setdefault(name, (f"{name}={number}", f"it must be {relation} {other}={limit}"))
-    return list(wrong.values())
+    return [*wrong.values(), *_setting_faults(config)]
+
+
+def _setting_faults(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Settings that transformers accepts or refuses too late, with the reason."""
+    family, rope = config["model_type"], rope_settings(config)
+    part, kind = rope.get("partial_rotary_factor"), rope["rope_type"]
+    if family in WHOLE_HEADS and part not in (None, 1) and kind != "default":
+        yield (
+            f"partial_rotary_factor={shown(part)} with rope_type={shown(kind)}",
+            f"transformers turns whole heads of a {family!r}, and scales the rotary embedding of a part",
+        )
+
+
+def rope_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The rotary settings, with a `rope_theta` and a `rope_type`. Older configs spread them over several keys."""
+    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    given = given if isinstance(given, dict) else {}
+    older = {key: config[key] for key in ("rope_theta", "partial_rotary_factor") if config.get(key) is not None}
+    return {"rope_theta": 10000.0, "rope_type": given.get("type") or "default"} | older | given
 
 
 def says_heads(config: Mapping[str, Any]) -> bool:

@@ -137,14 +137,21 @@ FAMILIES["nemotron_h, experts"] = FAMILIES["nemotron_h"] | {
     **{name: size for name, size in _MIXTURE.items() if name != "first_k_dense_replace"},
     "n_shared_experts": 1,
 }
-FAMILIES["nemotron_h, latent"] = FAMILIES["nemotron_h, experts"] | {"moe_latent_size": 20}
-FAMILIES["qwen3_moe, as routed"] = FAMILIES["qwen3_moe"] | {"norm_topk_prob": False}
+FAMILIES["nemotron_h, latent"] = FAMILIES["nemotron_h, experts"] | {
+    "moe_latent_size": 20,
+    "tie_word_embeddings": True,  # transformers has two embeddings all the same
+}
+FAMILIES["qwen3_moe, as routed"] = FAMILIES["qwen3_moe"] | {
+    "norm_topk_prob": False,
+    "partial_rotary_factor": 0.5,  # heads are turned as a whole all the same
+}
 FAMILIES["deepseek_v3, plain"] = FAMILIES["deepseek_v3"] | {
     "q_lora_rank": None,
     "rope_interleave": False,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
     "n_group": 1,
     "topk_group": 1,
+    "num_experts_per_tok": 1,
     "norm_topk_prob": False,
 }
 SHAPES = {  # sizes that ranks do not divide evenly

@@ -56,9 +56,14 @@ def test_the_cost_is_that_of_the_operations() -> None:
         (EXPERTS | {"moe_latent_size": -4}, "moe_latent_size=-4", "it must be a whole number, 1 or more"),
         (NEMOTRON | {"n_groups": 3}, "n_groups=3", "it must be a divisor of mamba_num_heads=4"),
         (NEMOTRON | {"num_attention_heads": 3, "num_key_value_heads": 2}, "num_attention_heads=3", "a multiple of"),
+        (
+            CONFIG | {"partial_rotary_factor": 0.5, "rope_scaling": {"type": "llama3", "factor": 8.0}},
+            "partial_rotary_factor=0.5 with rope_type='llama3'",
+            "transformers turns whole heads of a 'qwen3'",
+        ),
     ],
 )
-def test_numbers_that_contradict_each_other_are_told_once(config: dict[str, Any], what: str, why: str) -> None:
+def test_what_contradicts_itself_is_told_once(config: dict[str, Any], what: str, why: str) -> None:
     ((said, because),) = shape_faults(config)
     assert said == what and why in because
 
