@@ -135,7 +135,11 @@ def test_a_family_may_need_a_newer_vllm(monkeypatch: pytest.MonkeyPatch, version
         ("qwen2", {"use_sliding_window": True, "max_window_layers": 1}, "sliding windows in some layers"),
         ("qwen2", {"use_sliding_window": True, "max_window_layers": 2}, ""),
         ("qwen2", {"use_sliding_window": False, "max_window_layers": 1}, ""),
-        ("qwen2", {"layer_types": ["full_attention", "sliding_attention"]}, "sliding windows in some layers"),
+        (
+            "qwen2",
+            {"use_sliding_window": True, "layer_types": ["full_attention", "sliding_attention"]},
+            "sliding windows in some layers",
+        ),
         ("qwen2", {"layer_types": ["full_attention"] * 2}, ""),
         ("qwen3", {"use_sliding_window": True, "max_window_layers": 1}, ""),
         ("nemotron_h", {"layers_block_type": ["attention", "mlp"]}, "no Mamba layer"),

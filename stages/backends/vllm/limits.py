@@ -15,6 +15,7 @@ from stages.backends import model_problems
 from stages.model_shape import (
     FAMILIES,
     MIXTURES,
+    SHARED,
     WHOLE_HEADS,
     known_config,
     rope_settings,
@@ -31,7 +32,6 @@ SCALED = (  # families whose attention is as model/cache_bounds.py computes it (
 LATER = {"gpt_oss": (0, 32)}  # families, and the first vLLM whose refits of them were tested
 UNTIED = ("glm4_moe", "deepseek_v3", "gpt_oss")  # families whose output embedding is a matrix of its own in vLLM
 UNBIASED = ("qwen3", "qwen3_moe")  # families whose o_proj has no bias in vLLM, and may have one in transformers
-SHARED = ("glm4_moe", "deepseek_v3")  # families with shared experts beside SwiGLU experts
 FREE_MEMORY = 0.92  # of the free memory of a GPU: an engine takes at most that
 
 
