@@ -151,13 +151,13 @@ FAMILIES["deepseek_v3, plain"] = FAMILIES["deepseek_v3"] | {
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
     "n_group": 1,
     "topk_group": 1,
-    "num_experts_per_tok": 1,
     "norm_topk_prob": False,
 }
-SHAPES = {  # sizes that ranks do not divide evenly
+SHAPES = {  # sizes that ranks do not divide evenly, or one expert per token
     "qwen3, 3 layers": FAMILIES["qwen3"] | {"num_hidden_layers": 3},
     "llama, 5 layers": FAMILIES["llama"] | {"num_hidden_layers": 5},
     "qwen3, 1 key-value head": FAMILIES["qwen3"] | {"num_key_value_heads": 1},
+    "glm4_moe, 1 expert": FAMILIES["glm4_moe"] | {"num_experts_per_tok": 1},
     "qwen2, 1 key-value head": FAMILIES["qwen2"] | {"num_key_value_heads": 1},
 }
 

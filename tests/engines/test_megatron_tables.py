@@ -352,7 +352,7 @@ def test_experts_of_a_hybrid_have_no_gates_and_a_shared_expert_of_its_own_size()
     assert mixture == Sparse(experts=4, chosen=2, inner=8, gated=False, sigmoid=True, scale=2.5, shared=24)
 
 
-@pytest.mark.parametrize("change", [{}, EXPERTS])
+@pytest.mark.parametrize("change", [{}, EXPERTS, {"tie_word_embeddings": True}])
 def test_memory_of_a_hybrid_is_foretold_from_the_weights_that_a_rank_holds(change: dict) -> None:
     config = NEMOTRON | change
     group = WorkerGroup("learner", backend="megatron", workers=2, tensor_parallel=2)
