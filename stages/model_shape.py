@@ -113,13 +113,13 @@ def _setting_faults(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if family in SHARED and not isinstance(scale, float):
         yield f"routed_scaling_factor={shown(scale)}", "transformers takes a number with a point for it, as 1.0"
     if (size := _turned(config)) % 2:
-        yield f"heads of {size} dimensions", "a rotary embedding turns pairs of them"
-    windows = config.get("use_sliding_window") and config.get("sliding_window", 1)
-    kinds = config.get("layer_types")
-    if family in ("qwen2", "qwen3") and isinstance(kinds, list) and "sliding_attention" in kinds and not windows:
+        yield f"head_dim={size}", "it must be even: a rotary embedding turns pairs of dimensions"
+    kinds, absent = config.get("layer_types"), "" if config.get("use_sliding_window") else "use_sliding_window"
+    absent = absent or ("sliding_window" if config.get("sliding_window", 1) is None else "")
+    if absent and family in ("qwen2", "qwen3") and isinstance(kinds, list) and "sliding_attention" in kinds:
         yield (
-            "layer_types with 'sliding_attention', and use_sliding_window=False or no sliding_window",
-            "layers of this type have a window",
+            f"{absent}={shown(config.get(absent, False))}",
+            "layer_types has 'sliding_attention', which needs a window",
         )
     part, kind = rope.get("partial_rotary_factor"), rope["rope_type"]
     if family in WHOLE_HEADS and part not in (None, 1) and kind != "default":
