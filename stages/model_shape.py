@@ -17,6 +17,8 @@ from pipeline.reading import BROKEN, check_file, reason
 DENSE = ("llama", "mistral", "qwen2", "qwen3")
 MIXTURES = ("qwen3_moe", "glm4_moe", "deepseek_v3")
 FAMILIES = (*DENSE, *MIXTURES)
+WHOLE_HEADS = (*DENSE, "qwen3_moe", "deepseek_v3")  # families of which transformers turns no part of a head only
+SHARED = ("glm4_moe", "deepseek_v3")  # mixtures with shared experts beside SwiGLU experts
 LATENT = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")  # of deepseek_v3
 _NUMBERS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 OPTIONAL = ("num_key_value_heads", "head_dim")
@@ -38,8 +40,13 @@ _RULES = (  # a key, what its number must be, and the key of the number that thi
     ("n_groups", "a divisor of", "mamba_num_heads"),
     ("head_dim", "equal to", "qk_rope_head_dim"),  # of deepseek_v3: transformers takes it for what is rotated
 )
-_NULL = (*OPTIONAL, "q_lora_rank", "moe_latent_size")  # numbers that may be null
-_WHOLE = tuple(dict.fromkeys((*(key for key, _, other in _RULES for key in (key, other)), "kv_lora_rank", *_NULL)))
+_LATENT_NULL = ("q_lora_rank", "moe_latent_size")  # numbers that may be null
+_NULL = (*OPTIONAL, *_LATENT_NULL)  # in other families than nemotron_h
+_WHOLE = tuple(
+    dict.fromkeys(
+        (*(key for key, _, other in _RULES for key in (key, other)), "kv_lora_rank", "decoder_sparse_step", *_NULL)
+    )
+)
 _RELATED = (*FAMILIES, "nemotron_h", "gpt_oss")  # families whose keys those are
 
 
@@ -87,13 +94,58 @@ def shape_faults(config: Mapping[str, Any]) -> list[tuple[str, str]]:
     wrong = {
         name: (f"{name}={shown(value)}", "it must be a whole number, 1 or more")
         for name, value in given.items()
-        if not is_whole(value, 1) and not (value is None and name in _NULL)
+        if not is_whole(value, 1)
+        and not (value is None and name in (_NULL if family != "nemotron_h" else _LATENT_NULL))
     }
     for name, relation, other in () if wrong else _RULES:
         number, limit = given.get(name), given.get(other)
         if number and limit and not _RELATIONS[relation](number, limit):
             wrong.setdefault(name, (f"{name}={number}", f"it must be {relation} {other}={limit}"))
-    return list(wrong.values())
+    return list(wrong.values()) or list(_setting_faults(config))
+
+
+def _setting_faults(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Settings that transformers refuses, when it builds the model or at the first step, with the reason."""
+    family, rope = config["model_type"], rope_settings(config)
+    shared, scale = config.get("n_shared_experts", 0), config.get("routed_scaling_factor", 1.0)
+    if family in (*SHARED, "nemotron_h") and not is_whole(shared, 0):
+        yield f"n_shared_experts={shown(shared)}", "it must be a whole number, 0 or more"
+    if family in SHARED and not isinstance(scale, float):
+        yield f"routed_scaling_factor={shown(scale)}", "transformers takes a number with a point for it, as 1.0"
+    if (size := _turned(config)) % 2:
+        yield f"head_dim={size}", "it must be even: a rotary embedding turns pairs of dimensions"
+    kinds, absent = config.get("layer_types"), "" if config.get("use_sliding_window") else "use_sliding_window"
+    absent = absent or ("sliding_window" if config.get("sliding_window", 1) is None else "")
+    if absent and family in ("qwen2", "qwen3") and isinstance(kinds, list) and "sliding_attention" in kinds:
+        yield (
+            f"{absent}={shown(config.get(absent, False))}",
+            "layer_types has 'sliding_attention', which needs a window",
+        )
+    part, kind = rope.get("partial_rotary_factor"), rope["rope_type"]
+    if family in WHOLE_HEADS and part not in (None, 1) and kind != "default":
+        yield (
+            f"partial_rotary_factor={shown(part)} with rope_type={shown(kind)}",
+            f"transformers turns whole heads of a {family!r}, and scales the rotary embedding of a part",
+        )
+
+
+def _turned(config: Mapping[str, Any]) -> int:
+    """Dimensions that a rotary embedding turns, of families that turn whole heads; 0 if the config does not say."""
+    family = config["model_type"]
+    if family not in (*WHOLE_HEADS, "gpt_oss"):
+        return 0
+    derived = 0
+    if family in ("llama", "mistral", "qwen2"):
+        derived = config.get("hidden_size", 0) // config.get("num_attention_heads", 1)
+    return config.get("qk_rope_head_dim" if family == "deepseek_v3" else "head_dim") or derived
+
+
+def rope_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The rotary settings, with a `rope_theta` and a `rope_type`. Older configs spread them over several keys."""
+    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    given = given if isinstance(given, dict) else {}
+    older = {key: config[key] for key in ("rope_theta", "partial_rotary_factor") if config.get(key) is not None}
+    return {"rope_theta": 10000.0, "rope_type": given.get("type") or "default"} | older | given
 
 
 def says_heads(config: Mapping[str, Any]) -> bool:

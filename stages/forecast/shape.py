@@ -88,7 +88,7 @@ def divided(model: Model, group: WorkerGroup) -> Divided:
     expert_tensor = group.expert_tensor_parallel or group.tensor_parallel
     return Divided(
         shape=shape,
-        tied=bool(config.get("tie_word_embeddings")),
+        tied=bool(config.get("tie_word_embeddings")) and config.get("model_type") != "nemotron_h",  # which never is
         tensor=group.tensor_parallel,
         pipeline=group.pipeline_parallel,
         context=group.context_parallel,

@@ -137,8 +137,14 @@ FAMILIES["nemotron_h, experts"] = FAMILIES["nemotron_h"] | {
     **{name: size for name, size in _MIXTURE.items() if name != "first_k_dense_replace"},
     "n_shared_experts": 1,
 }
-FAMILIES["nemotron_h, latent"] = FAMILIES["nemotron_h, experts"] | {"moe_latent_size": 20}
-FAMILIES["qwen3_moe, as routed"] = FAMILIES["qwen3_moe"] | {"norm_topk_prob": False}
+FAMILIES["nemotron_h, latent"] = FAMILIES["nemotron_h, experts"] | {
+    "moe_latent_size": 20,
+    "tie_word_embeddings": True,  # transformers has two embeddings all the same
+}
+FAMILIES["qwen3_moe, as routed"] = FAMILIES["qwen3_moe"] | {
+    "norm_topk_prob": False,
+    "partial_rotary_factor": 0.5,  # heads are turned as a whole all the same
+}
 FAMILIES["deepseek_v3, plain"] = FAMILIES["deepseek_v3"] | {
     "q_lora_rank": None,
     "rope_interleave": False,
@@ -147,10 +153,11 @@ FAMILIES["deepseek_v3, plain"] = FAMILIES["deepseek_v3"] | {
     "topk_group": 1,
     "norm_topk_prob": False,
 }
-SHAPES = {  # sizes that ranks do not divide evenly
+SHAPES = {  # sizes that ranks do not divide evenly, or one expert per token
     "qwen3, 3 layers": FAMILIES["qwen3"] | {"num_hidden_layers": 3},
     "llama, 5 layers": FAMILIES["llama"] | {"num_hidden_layers": 5},
     "qwen3, 1 key-value head": FAMILIES["qwen3"] | {"num_key_value_heads": 1},
+    "glm4_moe, 1 expert": FAMILIES["glm4_moe"] | {"num_experts_per_tok": 1},
     "qwen2, 1 key-value head": FAMILIES["qwen2"] | {"num_key_value_heads": 1},
 }
 

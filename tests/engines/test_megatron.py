@@ -189,7 +189,7 @@ def relative(made: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((made - wanted).norm() / wanted.norm().clamp(min=1e-30))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, "glm4_moe, 1 expert"])
 def test_loaded_weights_give_the_logprobs_of_transformers(cases: Any, engine: Any, folder: Path, family: str) -> None:
     from transformers import AutoModelForCausalLM
 

@@ -224,7 +224,9 @@ def test_a_config_of_either_age_gives_the_same_decoder() -> None:
     decoder = decoder_of(QWEN3, "here")
     assert decoder == decoder_of(older, "here")
     assert decoder.mixers == [Grouped(heads=4, groups=2, head_dim=32, norm=True)]
-    assert decoder.rope == Rope(base=1000000.0, dims=32)
+    assert decoder.rope == Rope(base=1000000.0, dims=32) == decoder_of(QWEN3 | {"partial_rotary_factor": 0.5}, "").rope
+    part = decoder_of({**UNSIZED, **GLM, "vocab_size": 9, "partial_rotary_factor": 0.25}, "here").rope
+    assert part is not None and part.dims == GLM["head_dim"] / 4
 
 
 @pytest.mark.parametrize(
@@ -240,6 +242,10 @@ def test_a_config_of_either_age_gives_the_same_decoder() -> None:
         ({"model_type": "gpt_oss"}, "the model is a 'gpt_oss'; Megatron-core .* neither attention sinks nor sliding"),
         ({"model_type": "deepseek_v3"}, "fewer key-value heads than heads"),
         ({"model_type": "deepseek_v3", "num_key_value_heads": 4, "attention_bias": True}, "attention_bias=True"),
+        (
+            {**SMALL_MIXTURE, "num_experts_per_tok": 1, "norm_topk_prob": True},
+            "num_experts_per_tok=1 with norm_topk_prob=True",
+        ),
         ({"model_type": "glm4_moe", "rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_type='yarn'"),
     ],
 )
@@ -302,7 +308,7 @@ def test_layers_with_one_part_are_read_from_configs_of_all_ages() -> None:
         Layer(mixer=None, mlp=Dense(inner=96, gated=False)),
         Layer(mixer=Grouped(heads=4, groups=2, head_dim=32), mlp=None),
     )
-    assert decoder.rope is None
+    assert decoder.rope is None and decoder == decoder_of(NEMOTRON | {"tie_word_embeddings": True}, "here")
     names = {piece.name for parameter in parameters(decoder, Part()).values() for piece in parameter.pieces}
     assert {"backbone.embeddings.weight", "backbone.norm_f.weight", "lm_head.weight"} <= names
     assert {"backbone.layers.0.norm.weight", "backbone.layers.2.mixer.q_proj.weight"} <= names
@@ -346,7 +352,7 @@ def test_experts_of_a_hybrid_have_no_gates_and_a_shared_expert_of_its_own_size()
     assert mixture == Sparse(experts=4, chosen=2, inner=8, gated=False, sigmoid=True, scale=2.5, shared=24)
 
 
-@pytest.mark.parametrize("change", [{}, EXPERTS])
+@pytest.mark.parametrize("change", [{}, EXPERTS, {"tie_word_embeddings": True}])
 def test_memory_of_a_hybrid_is_foretold_from_the_weights_that_a_rank_holds(change: dict) -> None:
     config = NEMOTRON | change
     group = WorkerGroup("learner", backend="megatron", workers=2, tensor_parallel=2)

@@ -99,6 +99,8 @@ UNFIT = {
     "head_dim": 64, "qk_rope_head_dim": 32,
 }  # fmt: skip
 UNFIT_MAMBA = {"model_type": "nemotron_h", "layers_block_type": ["mamba"], "mamba_num_heads": 4, "n_groups": 3}
+REFUSED = {"model_type": "glm4_moe", "n_shared_experts": None, "routed_scaling_factor": 1}
+DIFFERING = TINY_QWEN3 | {"attention_bias": True, "partial_rotary_factor": 0.5, "hidden_act": "gelu"}
 UNLIKE = TINY_QWEN3 | {  # layers of experts in whole blocks, and one without
     "model_type": "qwen3_moe", "head_dim": 128, "num_experts": 4, "moe_intermediate_size": 128, "mlp_only_layers": [0],
     "intermediate_size": 200,
@@ -155,6 +157,7 @@ GROUPS = [
         top=IMPORT,
     ),
     model("experts_and_heads_that_do_not_fit", f"'tiny', config={UNFIT!r}, alphabet=task.alphabet"),
+    model("settings_that_transformers_refuses", f"'tiny', config={REFUSED!r}, alphabet=task.alphabet"),
     model("mamba_groups_that_do_not_fit", f"'tiny', config={UNFIT_MAMBA!r}, alphabet=task.alphabet"),
     model("latents_of_no_size", f"'tiny', config={UNFIT | {'kv_lora_rank': 0}!r}, alphabet=task.alphabet"),
     Case(
@@ -179,6 +182,15 @@ GROUPS = [
             "policy": SHAPED,
             "sampler": 'WorkerGroup("sampler", backend="vllm", gpus=2, tensor_parallel=2, weights="fp8")',
             "learner": 'WorkerGroup("learner", backend="torch", gpus=1)',
+        },
+        at=("sampler",),
+        top=IMPORT,
+    ),
+    Case(
+        "settings_that_vllm_computes_differently",
+        {
+            "policy": f"Model('tiny', config={DIFFERING!r}, alphabet=task.alphabet)",
+            "sampler": 'WorkerGroup("sampler", backend="vllm")',
         },
         at=("sampler",),
         top=IMPORT,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from graphs.quickstart import TINY_QWEN3
-from pipeline import WorkerGroup
+from pipeline import Model, WorkerGroup
 from stages.backends.megatron import limits as megatron
 from stages.backends.vllm import limits as vllm
 
@@ -40,8 +40,8 @@ def test_heads_that_vllm_divides(heads: Any, groups: Any, tensor: int, says: str
         ({"n_groups": 2}, {}, "n_groups=2"),
         ({"n_groups": 2}, {"workers": 2, "tensor_parallel": 2}, ""),  # each rank has one
         ({"n_groups": 4}, {"workers": 2, "tensor_parallel": 2}, "n_groups=4"),
-        ({"layers_block_type": ["attention", "moe"], "n_groups": 2}, {}, "experts without gates"),
-        ({"layers_block_type": ["attention", "moe"], "n_groups": 2}, {"gpus": 1}, ""),
+        ({"layers_block_type": ["mamba", "attention", "moe"]}, {}, "experts without gates"),
+        ({"layers_block_type": ["mamba", "attention", "moe"]}, {"gpus": 1}, ""),
         ({"layers_block_type": None}, {}, ""),
     ],
 )
@@ -105,6 +105,52 @@ def test_a_family_may_need_a_newer_vllm(monkeypatch: pytest.MonkeyPatch, version
     monkeypatch.setattr(vllm, "_installed", lambda: version)
     told = found(vllm, {"model_type": family})
     assert len(told) == bool(says) and says in "".join(told)
+
+
+@pytest.mark.parametrize(
+    ("family", "config", "says"),
+    [
+        ("glm4_moe", {"tie_word_embeddings": True}, "tie_word_embeddings=True"),
+        ("deepseek_v3", {"tie_word_embeddings": True}, "tie_word_embeddings=True"),
+        ("gpt_oss", {"tie_word_embeddings": True}, "tie_word_embeddings=True"),
+        ("gpt_oss", {"tie_word_embeddings": False}, ""),
+        ("qwen3", {"tie_word_embeddings": True}, ""),
+        ("qwen3", {"attention_bias": True}, "attention_bias=True"),
+        ("qwen3_moe", {"attention_bias": True}, "attention_bias=True"),
+        ("llama", {"attention_bias": True}, ""),
+        ("glm4_moe", {"attention_bias": True}, ""),
+        ("qwen3", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
+        ("qwen3", {"rope_parameters": {"partial_rotary_factor": 1.0}}, ""),
+        ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+        ("glm4_moe", {"partial_rotary_factor": 0.5}, ""),
+        ("deepseek_v3", {"rope_interleave": False}, "rope_interleave=False"),
+        ("deepseek_v3", {"rope_interleave": True}, ""),
+        ("nemotron_h", {"mlp_hidden_act": "silu"}, "mlp_hidden_act='silu'"),
+        ("nemotron_h", {"mlp_hidden_act": "relu2"}, ""),
+        ("llama", {"hidden_act": "gelu"}, "hidden_act='gelu'"),
+        ("qwen3", {"hidden_act": "silu"}, ""),
+        ("glm4_moe", {"n_shared_experts": 0}, "n_shared_experts=0"),
+        ("deepseek_v3", {"n_shared_experts": 0}, "n_shared_experts=0"),
+        ("deepseek_v3", {"n_shared_experts": 1}, ""),
+        ("qwen2", {"use_sliding_window": True, "max_window_layers": 1}, "sliding windows in some layers"),
+        ("qwen2", {"use_sliding_window": True, "max_window_layers": 2}, ""),
+        ("qwen2", {"use_sliding_window": False, "max_window_layers": 1}, ""),
+        (
+            "qwen2",
+            {"use_sliding_window": True, "layer_types": ["full_attention", "sliding_attention"]},
+            "sliding windows in some layers",
+        ),
+        ("qwen2", {"layer_types": ["full_attention"] * 2}, ""),
+        ("qwen3", {"use_sliding_window": True, "max_window_layers": 1}, ""),
+        ("nemotron_h", {"layers_block_type": ["attention", "mlp"]}, "no Mamba layer"),
+    ],
+)
+def test_settings_that_vllm_computes_differently(family: str, config: dict[str, Any], says: str) -> None:
+    config = {"model_type": family, "num_hidden_layers": 2, "layers_block_type": ["mamba"], **config}
+    told = found(vllm, config, gpus=1)
+    assert len(told) == bool(says) and says in "".join(told)
+    drafts = WorkerGroup("group", gpus=1, draft=Model("draft", config=config, alphabet="bytes"))
+    assert [problem.what for problem in vllm.fits(drafts, {}, "graph.py:1")] == told
 
 
 @pytest.mark.parametrize("name", ["num_hidden_layers", "num_attention_heads", "intermediate_size", "rope_theta"])

@@ -56,18 +56,54 @@ def test_the_cost_is_that_of_the_operations() -> None:
         (EXPERTS | {"moe_latent_size": -4}, "moe_latent_size=-4", "it must be a whole number, 1 or more"),
         (NEMOTRON | {"n_groups": 3}, "n_groups=3", "it must be a divisor of mamba_num_heads=4"),
         (NEMOTRON | {"num_attention_heads": 3, "num_key_value_heads": 2}, "num_attention_heads=3", "a multiple of"),
+        (MIXTURE | {"decoder_sparse_step": 0}, "decoder_sparse_step=0", "it must be a whole number, 1 or more"),
+        (NEMOTRON | {"num_key_value_heads": None}, "num_key_value_heads=None", "it must be a whole number, 1 or more"),
+        (GLM | {"n_shared_experts": None}, "n_shared_experts=None", "it must be a whole number, 0 or more"),
+        (DEEPSEEK | {"n_shared_experts": -1}, "n_shared_experts=-1", "it must be a whole number, 0 or more"),
+        (EXPERTS | {"n_shared_experts": None}, "n_shared_experts=None", "it must be a whole number, 0 or more"),
+        (GLM | {"routed_scaling_factor": 1}, "routed_scaling_factor=1", "a number with a point"),
+        (CONFIG | {"head_dim": 7}, "head_dim=7", "turns pairs"),
+        (CONFIG | {"model_type": "llama", "head_dim": None, "hidden_size": 48}, "head_dim=3", "turns pairs"),
+        (GPT_OSS | {"head_dim": 7}, "head_dim=7", "turns pairs"),
+        (DEEPSEEK | {"qk_rope_head_dim": 5}, "head_dim=5", "turns pairs"),
+        (
+            CONFIG | {"layer_types": ["full_attention", "sliding_attention"] * 14, "use_sliding_window": False},
+            "use_sliding_window=False",
+            "layer_types has 'sliding_attention'",
+        ),
+        (
+            CONFIG | {"partial_rotary_factor": 0.5, "rope_scaling": {"type": "llama3", "factor": 8.0}},
+            "partial_rotary_factor=0.5 with rope_type='llama3'",
+            "transformers turns whole heads of a 'qwen3'",
+        ),
     ],
 )
-def test_numbers_that_contradict_each_other_are_told_once(config: dict[str, Any], what: str, why: str) -> None:
+def test_what_contradicts_itself_is_told_once(config: dict[str, Any], what: str, why: str) -> None:
     ((said, because),) = shape_faults(config)
     assert said == what and why in because
 
 
 @pytest.mark.parametrize("config", [GLM, DEEPSEEK, GPT_OSS, NEMOTRON, EXPERTS])
 def test_numbers_that_are_left_out_or_null_are_not_wrong(config: dict[str, Any]) -> None:
-    nothing = {"q_lora_rank": None, "moe_latent_size": None, "head_dim": None}
+    nothing = {"q_lora_rank": None, "moe_latent_size": None}
+    nothing |= {"head_dim": None} if config["model_type"] != "nemotron_h" else {}
     assert not shape_faults(config) and not shape_faults(config | nothing)
     assert not any(shape_faults({key: config[key] for key in config if key != left}) for left in config)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        GLM | {"n_shared_experts": 0},
+        GLM | {"partial_rotary_factor": 0.5, "rope_scaling": {"type": "linear", "factor": 8.0}},
+        EXPERTS | {"routed_scaling_factor": 1},
+        NEMOTRON | {"head_dim": 7},
+        CONFIG | {"partial_rotary_factor": 0.5},
+        CONFIG | {"layer_types": ["sliding_attention"] * 28, "use_sliding_window": True},
+    ],
+)
+def test_what_transformers_takes_is_not_wrong(config: dict[str, Any]) -> None:
+    assert not shape_faults(config)
 
 
 def folder(tmp_path: Path, text: str) -> Model:

@@ -85,7 +85,8 @@ def _parts(decoder: Decoder, *, on_cpu: bool) -> dict[str, Any]:
                     "moe_ffn_hidden_size": part.inner,
                     "moe_shared_expert_intermediate_size": part.shared or None,
                     "moe_router_topk": part.chosen,
-                    "moe_router_pre_softmax": not part.renormalised,
+                    # A router of sigmoids does not read it; without it, Megatron-core refuses one expert per token.
+                    "moe_router_pre_softmax": part.sigmoid or not part.renormalised,
                     "moe_router_load_balancing_type": "none",
                     "moe_token_dispatcher_type": "allgather" if on_cpu else "alltoall",
                 }

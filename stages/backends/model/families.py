@@ -28,7 +28,7 @@ from stages.backends.model.decoder import (
     StateSpace,
     Yarn,
 )
-from stages.model_shape import is_sparse
+from stages.model_shape import is_sparse, rope_settings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,8 @@ class Family:
 
     bias, norm      of queries, keys and values: a bias; RMSNorm per head, of queries and keys
     latent          multi-head latent attention
-    rotary          the part of a head that a rotary embedding turns, if the config does not say
+    rotary          the part of a head that a rotary embedding turns, if the config does not say; None: all of it,
+                    whatever the config says, as in transformers
     ropes           the scalings of rotary embeddings that are computed
     mixture         how a mixture scores experts; "" is none
     hybrid          each layer has one part, which a list names; no rotary embedding, and squared ReLU
@@ -46,7 +47,7 @@ class Family:
     bias: bool | str = False
     norm: bool | str = False
     latent: bool = False
-    rotary: float = 1.0
+    rotary: float | None = None
     ropes: tuple[str, ...] = ("default", "llama3")
     mixture: Literal["", "softmax", "sigmoid"] = ""
     hybrid: bool = False
@@ -130,9 +131,10 @@ def _problems(config: Mapping[str, Any], where: str) -> Iterator[Problem]:
     if family.hybrid:
         yield from _hybrid_problems(config, where)
         return
-    rope = _rope_settings(config)
-    kind, act = rope.get("rope_type", "default"), config.get("hidden_act")
+    rope = rope_settings(config)
+    kind, act = rope["rope_type"], config.get("hidden_act")
     biased = bool(config.get("attention_bias")) and family.bias != "attention_bias"
+    one = family.mixture == "softmax" and config.get("num_experts_per_tok") == 1 and config.get("norm_topk_prob")
     unequal = config.get("num_key_value_heads") not in (None, config.get("num_attention_heads"))
     settings = (
         (f"rope_type={kind!r}", kind not in family.ropes, f"of this family, {' and '.join(family.ropes)} are computed"),
@@ -141,6 +143,11 @@ def _problems(config: Mapping[str, Any], where: str) -> Iterator[Problem]:
         ("mlp_bias=True", bool(config.get("mlp_bias")), "feed-forward parts have no bias here"),
         ("use_sliding_window=True", bool(config.get("use_sliding_window")), "attention is over the whole sequence"),
         ("a quantization_config", bool(config.get("quantization_config")), "weights are read as they are stored"),
+        (
+            "num_experts_per_tok=1 with norm_topk_prob=True",
+            bool(one),
+            "Megatron-core does not divide a weight by itself",
+        ),
         ("fewer key-value heads than heads", family.latent and unequal, "each head has its own keys and values"),
     )
     yield from _computed_differently(settings, where)
@@ -185,7 +192,7 @@ def _hybrid(config: Mapping[str, Any], family: Family) -> Decoder:
         layers=tuple(Layer(**parts[kind]) for kind in block_kinds(config)),
         hidden=config["hidden_size"],
         vocab=config["vocab_size"],
-        tied=bool(config.get("tie_word_embeddings")),
+        tied=False,  # whatever the config says, as in transformers and vLLM
         eps=config["layer_norm_epsilon"],
         renamed=HYBRID_NAMES,
     )
@@ -219,9 +226,9 @@ def _grouped(config: Mapping[str, Any], family: Family) -> Grouped:
 
 
 def _latent(config: Mapping[str, Any]) -> Latent:
-    rope = _rope_settings(config)
+    rope = rope_settings(config)
     sharpness = 1.0
-    if rope.get("rope_type", "default") != "default" and (share := rope.get("mscale_all_dim")):
+    if rope["rope_type"] != "default" and (share := rope.get("mscale_all_dim")):
         sharpness = _growth(rope["factor"], share) ** 2
     return Latent(
         heads=config["num_attention_heads"],
@@ -264,21 +271,12 @@ def _sigmoid(config: Mapping[str, Any]) -> Sparse:
 
 
 def _rope(config: Mapping[str, Any], family: Family, mixer: Mixer) -> Rope:
-    rope = _rope_settings(config)
-    part = rope.get("partial_rotary_factor", config.get("partial_rotary_factor")) or family.rotary
+    rope = rope_settings(config)
+    part = 1.0 if family.rotary is None else rope.get("partial_rotary_factor") or family.rotary
     dims = mixer.rotary if isinstance(mixer, Latent) else int(mixer.head_dim * part)
     scalings: dict[str, Callable[[Mapping[str, Any]], Llama3Rope | Yarn]] = {"llama3": _llama3, "yarn": _yarn}
-    scaling = scalings.get(rope.get("rope_type", "default"))
+    scaling = scalings.get(rope["rope_type"])
     return Rope(base=float(rope["rope_theta"]), dims=dims, scaling=scaling(rope) if scaling else None)
-
-
-def _rope_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The rotary settings, which older configs spread over two keys."""
-    if config.get("rope_parameters"):
-        return {"rope_theta": 10000.0} | config["rope_parameters"]
-    scaling = dict(config.get("rope_scaling") or {})
-    scaling.setdefault("rope_type", scaling.get("type", "default"))
-    return {"rope_theta": config.get("rope_theta", 10000.0)} | scaling
 
 
 def _llama3(rope: Mapping[str, Any]) -> Llama3Rope:

@@ -10,9 +10,19 @@ from typing import Any
 
 from ops.flops import block_kinds, inner_size
 from pipeline import Model, WorkerGroup
-from pipeline.errors import Problem, counted
+from pipeline.errors import Problem, counted, shown
 from stages.backends import model_problems
-from stages.model_shape import MIXTURES, known_config, shape_faults, sparse_layers, uneven
+from stages.model_shape import (
+    FAMILIES,
+    MIXTURES,
+    SHARED,
+    WHOLE_HEADS,
+    known_config,
+    rope_settings,
+    shape_faults,
+    sparse_layers,
+    uneven,
+)
 
 BLOCK = 128  # rows and columns of a quantized matrix that have one scale
 EIGHT_BIT = ("llama", "qwen2", "qwen3", "qwen3_moe")  # families whose quantized weights were tested
@@ -20,6 +30,8 @@ SCALED = (  # families whose attention is as model/cache_bounds.py computes it (
     "llama", "qwen2", "qwen3", "qwen3_moe", "glm4_moe", "nemotron_h", "gpt_oss", "qwen3_vl", "qwen2_5_vl",
 )  # fmt: skip
 LATER = {"gpt_oss": (0, 32)}  # families, and the first vLLM whose refits of them were tested
+UNTIED = ("glm4_moe", "deepseek_v3", "gpt_oss")  # families whose output embedding is a matrix of its own in vLLM
+UNBIASED = ("qwen3", "qwen3_moe")  # families whose o_proj has no bias in vLLM, and may have one in transformers
 FREE_MEMORY = 0.92  # of the free memory of a GPU: an engine takes at most that
 
 
@@ -80,6 +92,7 @@ def fits(group: WorkerGroup, config: Mapping[str, Any], where: str) -> Iterator[
     """Reasons why the group cannot divide a model with this config, or draft for it."""
     yield from _divides(group, config, where)
     yield from _too_old(config, where)
+    yield from _differing(config, where)
     family = str(config.get("model_type") or "")
     yield from quantized_problems(config, where)
     if group.weights == "fp8" and family and family not in EIGHT_BIT:
@@ -100,6 +113,7 @@ def fits(group: WorkerGroup, config: Mapping[str, Any], where: str) -> Iterator[
     if group.draft is not None and (drafts := known_config(group.draft)) and not shape_faults(drafts):
         place = str(group.draft.location)
         yield from _divides(group, drafts, place)
+        yield from _differing(drafts, place)
         yield from _other_vocabulary(group.draft, drafts.get("vocab_size"), config.get("vocab_size"), place)
 
 
@@ -138,6 +152,48 @@ def _too_old(config: Mapping[str, Any], where: str) -> Iterator[Problem]:
             why="new weights of this family were seen to arrive in vLLM 0.32, and in no older one",
             fix="vLLM 0.32, or backend='torch'",
         )
+
+
+def _differing(config: Mapping[str, Any], where: str) -> Iterator[Problem]:
+    """Reasons why vLLM 0.32 computes another model than transformers in silence, or dies when it starts."""
+    family, act, mlp = config.get("model_type"), config.get("hidden_act"), config.get("mlp_hidden_act")
+    part = rope_settings(config).get("partial_rotary_factor")
+    kinds = block_kinds(config) if family == "nemotron_h" else ()
+    latent, hybrid = family == "deepseek_v3", family == "nemotron_h"
+    settings = (
+        ("tie_word_embeddings=True", family in UNTIED and config.get("tie_word_embeddings"), "loads no tied head"),
+        ("attention_bias=True", family in UNBIASED and config.get("attention_bias"), "has no bias of o_proj"),
+        (
+            f"partial_rotary_factor={shown(part)}",
+            family in WHOLE_HEADS and part not in (None, 1),
+            "turns a part of a head, and transformers all of it",
+        ),
+        ("rope_interleave=False", latent and config.get("rope_interleave") is False, "turns neighboring dimensions"),
+        (f"mlp_hidden_act={shown(mlp)}", hybrid and mlp not in (None, "relu2"), "computes squared ReLU"),
+        (f"hidden_act={shown(act)}", family in FAMILIES and act not in (None, "silu"), "computes SwiGLU only"),
+        ("n_shared_experts=0", family in SHARED and config.get("n_shared_experts") == 0, "divides by their number"),
+        ("sliding windows in some layers", family == "qwen2" and _windows_differ(config), "has them in all or none"),
+        ("no Mamba layer", kinds and "mamba" not in kinds, "takes the sizes of its cache from one"),
+    )
+    for what, differs, why in settings:
+        if differs:
+            yield Problem(
+                where=where,
+                what=f"the model is a {family!r}, and its config has {what}",
+                why=f"vLLM 0.32 {why}",
+                fix="another model, or backend='torch'",
+            )
+
+
+def _windows_differ(config: Mapping[str, Any]) -> bool:
+    """Whether layers of a Qwen2 differ in their windows, in a way that vLLM refuses."""
+    given, layers = config.get("layer_types"), config.get("num_hidden_layers")
+    first = config.get("max_window_layers", 28)  # the default of transformers
+    if not isinstance(layers, int) or not isinstance(first, int):
+        return False
+    if isinstance(given, list):
+        return first != layers and any(kind != given[0] for kind in given)
+    return bool(config.get("use_sliding_window")) and 0 < first < layers
 
 
 def _installed() -> str:
