@@ -18,12 +18,13 @@ from pipeline.errors import GraphError
 from pipeline.executors.local import LocalExecutor
 from pipeline.executors.turns import SLACK_BYTES, Turns
 from pipeline.plan.planner import plan
+from pipeline.plan.resting import resting_bytes
 from pipeline.record import trace
 from pipeline.rundir import RunDir
 from pipeline.simulation.distributions import parse
 from pipeline.simulation.durations import Costs, Drawn, Durations
 from pipeline.simulation.virtual_run import Fault, Simulation
-from stages import PrevLogprobs, Refit, RefLogprobs, Train
+from stages import PrevLogprobs, Refit, RefLogprobs, Rollout, Train
 from stages.backends import Optimization, device, trainer
 from stages.backends.device import Parking
 from stages.backends.torch.engine import TorchEngine
@@ -156,12 +157,20 @@ def published(events: list[trace.TraceEvent]) -> list[str]:
 
 
 def test_a_run_in_turns_is_the_run_side_by_side(tmp_path, monkeypatch):
-    loads = []
+    loads, beside, setup = [], [], Rollout.setup
+
+    def noted(stage, context):
+        beside.append((context.in_turns, context.beside_bytes))
+        return setup(stage, context)
+
+    monkeypatch.setattr(Rollout, "setup", noted)
     monkeypatch.setattr(TorchEngine, "load", lambda engine, model: loads.append(model))
     apart = run(quickstart.graph(**FAST), tmp_path / "apart", LocalExecutor())
     assert len(loads) == 1, "the sampler's model loads while the learner's does"
     together = run(colocated(quickstart.graph(**FAST)), tmp_path / "together", LocalExecutor())
     assert len(loads) == 1, "it loads in its turn"
+    copy = resting_bytes(colocated(quickstart.graph(**FAST)), ["learner"])
+    assert beside == [(False, 0), (True, copy)] and copy > 0, "the learner's copy for refits stays"
     assert published(together) == published(apart)
     turned = [(event.group, event.awake) for event in together if isinstance(event, trace.Turned)]
     assert turned[:3] == [("learner", False), ("sampler", False), ("learner", True)]

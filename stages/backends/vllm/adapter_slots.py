@@ -1,6 +1,6 @@
 """Puts adapters into a vLLM worker's slots.
 
-vLLM moves an adapter into a slot with 12 small kernels per layer, each matrix by its name: 27 ms for 8B on an H200
+vLLM moves an adapter into a slot with 28 small kernels per layer, each matrix by its name: 27 ms for 8B on an H200
 (gpu.lora_ready). Here it does so once per slot, while its copies are recorded. A later adapter has the same shapes: it
 takes the memory of one that was forgotten, and its matrices are copied to the same places with a few kernels.
 """
