@@ -24,7 +24,7 @@ from pipeline.errors import Problem, shown
 from stages import images
 from stages.backends import Engine, backend_problems, engine, model_problems, one_shard
 from stages.forecast.megatron import Passes, exchanged_bytes, held
-from stages.model_shape import attention_cost
+from stages.model_shape import attention_cost, launched_tokens
 from stages.rollout import Rollout
 from stages.routes import of_replay
 from stages.vocabulary import PREV_LOGPROBS, PROMPT_IDS, REF_LOGPROBS, RESPONSE_IDS
@@ -190,7 +190,10 @@ def sharding(
     whole_rows = isinstance(microbatch, Packed) and backend is not None and not backend.separates
     quadratic = 0.0 if whole_rows else attention_cost(model)
     shares = group is not None and group.context_parallel == 1 and backend is not None and backend.shares
-    return Sharding.of(microbatch, minibatches=minibatches, equal=equal, quadratic=quadratic, shares=shares)
+    floor = launched_tokens(model) if shares and group is not None and group.gpus else 0.0
+    return Sharding.of(
+        microbatch, minibatches=minibatches, equal=equal, quadratic=quadratic, shares=shares, floor=floor
+    )
 
 
 def scored(

@@ -50,25 +50,30 @@ _PAYS = 1 / 20  # the fraction of the cost that shared prompts must spare, since
 
 
 def divided_over(
-    batch: Lengths, members: Sequence[int], ranks: int, microbatching: Microbatching, equal: bool
+    batch: Lengths, members: Sequence[int], ranks: int, microbatching: Microbatching, equal: bool, floor: float = 0.0
 ) -> tuple[Parts, bool]:
     """Return the microbatches of one minibatch on every rank, and whether their samples share prompts.
 
-    They do if the slowest rank then costs less by a twentieth, a pass counting as a sixteenth of a full one's tokens.
-    Raises ValueError if the ranks cannot have equal numbers of microbatches.
+    They do if the slowest rank then costs less by a twentieth, a pass counting as a sixteenth of a full one's tokens,
+    and not more if a row counts as `floor` tokens at least. Raises ValueError if the ranks cannot have equal numbers of
+    microbatches.
     """
     plain = _parts(batch, members, ranks, microbatching, equal)
     if not (isinstance(microbatching, Packed) and batch.can_share):
         return plain, False
     fixed = _PASS * microbatching.tokens
 
-    def slowest(parts: Parts, cost: Callable[[Sequence[int]], float]) -> float:
-        return max(sum(cost(row) + fixed for row in part) for part in parts)
+    def slowest(parts: Parts, cost: Callable[[Sequence[int]], float]) -> tuple[float, float]:
+        """The cost of the slowest rank, with the floor and without."""
+        costs = [[cost(row) + fixed for row in part] for part in parts]
+        return max(sum(max(one, floor) for one in part) for part in costs), max(map(sum, costs))
 
     alone = slowest(plain, lambda row: sum(map(batch.cost.__getitem__, row)))
     ways = [_dealt(rows, batch.row_cost, ranks) for rows in shared_rows(batch, members, ranks, microbatching.tokens)]
     best = min(ways, key=lambda parts: slowest(parts, batch.row_cost), default=plain)
-    return (best, True) if slowest(best, batch.row_cost) < (1 - _PAYS) * alone else (plain, False)
+    launched, counted = slowest(best, batch.row_cost)
+    gains = launched <= alone[0] and counted < (1 - _PAYS) * alone[1]
+    return (best, True) if gains else (plain, False)
 
 
 def _parts(batch: Lengths, members: Sequence[int], ranks: int, microbatching: Microbatching, equal: bool) -> Parts:

@@ -94,6 +94,7 @@ class Sharding(msgspec.Struct, frozen=True, kw_only=True):
     lengths       the ragged dimensions of prompt and response
     quadratic     attention's share of the cost: a sample of n tokens costs n + quadratic * n^2; 0 counts tokens only
     shares        whether packed rows may compute the prompt of a group once
+    floor         tokens that a row costs at least, since a GPU waits for the host to launch its kernels
     """
 
     mode: Literal["plain", "dynamic", "packed"] = "plain"
@@ -103,6 +104,7 @@ class Sharding(msgspec.Struct, frozen=True, kw_only=True):
     lengths: tuple[str, str] = ("P", "T")
     quadratic: float = 0.0
     shares: bool = False
+    floor: float = 0.0
 
     @staticmethod
     def of(
@@ -112,12 +114,15 @@ class Sharding(msgspec.Struct, frozen=True, kw_only=True):
         equal: bool = True,
         quadratic: float = 0.0,
         shares: bool = False,
+        floor: float = 0.0,
     ) -> Sharding:
         """Build from the user's settings. `shares` says whether the backend can share prompts."""
         mode: Any = type(microbatching).__name__.lower()
         size = microbatching.samples if isinstance(microbatching, Plain) else microbatching.tokens
         shares = shares and isinstance(microbatching, Packed) and microbatching.shared
-        return Sharding(mode=mode, size=size, minibatches=minibatches, equal=equal, quadratic=quadratic, shares=shares)
+        return Sharding(
+            mode=mode, size=size, minibatches=minibatches, equal=equal, quadratic=quadratic, shares=shares, floor=floor
+        )
 
     def shards(self, lengths: Mapping[str, Sequence[int]], ranks: int, groups: Sequence[int] = ()) -> list[Shard]:
         """Return one shard per rank for samples of these lengths, in groups of these sizes. Raises ValueError as
@@ -133,6 +138,7 @@ class Sharding(msgspec.Struct, frozen=True, kw_only=True):
             equal=self.equal,
             quadratic=self.quadratic,
             groups=groups if self.shares else (),
+            floor=self.floor,
         )
         if self.equal:
             check_equal(made)
@@ -149,6 +155,7 @@ def shard_batch(
     equal: bool = True,
     quadratic: float = 0.0,
     groups: Sequence[int] = (),
+    floor: float = 0.0,
 ) -> list[Shard]:
     """Return one shard per rank, from the prompt and response lengths of all samples, in tokens, in canonical order.
 
@@ -160,6 +167,7 @@ def shard_batch(
     groups       sizes of consecutive groups of samples whose prompts, if they have the same length, are the same. A
                  Packed minibatch then shares them, if its slowest rank takes 5 % less; a row's budget counts a shared
                  prompt once, and ranks have the same number of rows even if not `equal`. None: nothing is shared
+    floor        tokens that a row costs at least, when it is decided whether prompts are shared
 
     With one rank, Plain returns runs of samples in canonical order. All microbatches of Plain have the same shape, for
     the longest prompt and the longest response; those of Dynamic have the length of their longest sample. A Packed row
@@ -172,7 +180,7 @@ def shard_batch(
     _check_arguments(batch, ranks, microbatching, minibatches)
     size = len(batch) // minibatches
     runs = [range(start, start + size) for start in range(0, len(batch), size)]
-    divided = [divided_over(batch, run, ranks, microbatching, equal) for run in runs]
+    divided = [divided_over(batch, run, ranks, microbatching, equal, floor) for run in runs]
     parts = [part for part, _ in divided]
     pads = [_pads(batch, part, microbatching, equal) for part in parts]
     tokens = [sum(batch.responses[i] for i in run) for run in runs]

@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 
+from benchmarks.gpu.shapes import SHAPES
 from graphs import grpo, quickstart
 from ops.flops import Transformer, model_flops, quadratic_cost
 from pipeline import Backend, Model, WorkerGroup
 from pipeline.plan.planner import plan
 from stages import Dynamic, Packed, PrevLogprobs, RefLogprobs, Train
-from stages.model_shape import attention_cost, shape_faults
+from stages.model_shape import attention_cost, launched_tokens, shape_faults
 from tests.unit.test_folder import DEEPSEEK, GLM, MIXTURE
 from tests.unit.test_torch_families import EXPERTS, GPT_OSS, NEMOTRON
 
@@ -177,6 +178,13 @@ def test_stages_divide_their_batch_by_it(backend: Any, microbatch: Any, expected
 def test_packed_rows_share_prompts_where_the_workers_can(group: WorkerGroup, microbatch: Any, expected: bool) -> None:
     train = Train(MODEL, on=group, lr=1e-3, microbatch=microbatch)
     assert train.sharding.shares == PrevLogprobs(MODEL, on=group, microbatch=microbatch).sharding.shares == expected
+    assert train.sharding.floor == (launched_tokens(MODEL) if expected and group.gpus else 0.0)
+
+
+def test_a_launch_lasts_as_long_as_fewer_tokens_of_a_larger_model() -> None:
+    small, large = (launched_tokens(Model("m", config=SHAPES[name], alphabet="bytes")) for name in ("0.6B", "4B"))
+    assert small == pytest.approx(14_650, rel=0.01) and large == pytest.approx(2_280, rel=0.01)
+    assert launched_tokens(Model("nowhere")) == 0.0
 
 
 def test_it_is_a_number_of_the_plan() -> None:

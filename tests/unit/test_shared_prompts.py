@@ -147,6 +147,20 @@ def test_a_group_that_fills_several_rows_has_its_prompt_in_each():
     assert [[row.shared for row in shard.updates[0].microbatches] for shard in shards] == [[(2,)]] * 4
 
 
+@pytest.mark.parametrize("tokens", [4096, 8192, 12288, 16384])
+def test_where_rows_wait_for_their_launch_sharing_never_makes_more_of_them(tokens):
+    """32 groups of 8 samples of 256 + 512 tokens, and 14,650 tokens per launch, as of 0.6B: whole groups fill short
+    rows badly."""
+    given = {"ranks": 1, "microbatching": Packed(tokens), "minibatches": 4}
+    groups = {"groups": [8] * 32}
+    ways = {"plain": {}, "counted": groups, "launched": groups | {"floor": 14_650}}
+    made = {name: shard_batch([256] * 256, [512] * 256, **given, **more)[0] for name, more in ways.items()}
+    rows = {name: sum(len(update.microbatches) for update in shard.updates) for name, shard in made.items()}
+    assert made["counted"].shared > 0 and made["launched"].shared > 0
+    assert rows["launched"] < rows["plain"] or (tokens == 12288 and rows["launched"] == rows["plain"])
+    assert rows["counted"] > rows["plain"] or tokens > 8192
+
+
 @pytest.mark.parametrize("equal", [True, False])
 @pytest.mark.parametrize(
     ("prompt", "groups"),
