@@ -45,6 +45,7 @@ FAMILIES = (
     "qwen3_moe, as routed",
     "deepseek_v3, plain",
 )
+SCORED = ("glm4_moe, 1 expert",)  # and not trained: the gradient of its router is nothing but rounding
 CASES = (
     "tensor",
     "tensor, bias",
@@ -189,7 +190,7 @@ def relative(made: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((made - wanted).norm() / wanted.norm().clamp(min=1e-30))
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, "glm4_moe, 1 expert"])
+@pytest.mark.parametrize("family", [*FAMILIES, *SCORED])
 def test_loaded_weights_give_the_logprobs_of_transformers(cases: Any, engine: Any, folder: Path, family: str) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -399,7 +400,7 @@ def test_several_ranks_give_the_numbers_of_one(
 def test_all_cases_are_compared(cases: Any) -> None:
     assert (*cases.CASES, *cases.OF_FOUR) == CASES
     assert tuple(cases.FAMILIES) == FAMILIES
-    assert {case.family for case in (cases.CASES | cases.OF_FOUR).values()} >= cases.SHAPES.keys()
+    assert {case.family for case in (cases.CASES | cases.OF_FOUR).values()} >= cases.SHAPES.keys() - {*SCORED}
 
 
 def near(name: str) -> float:
