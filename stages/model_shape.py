@@ -72,18 +72,19 @@ def attention_cost(model: Model) -> float:
     It is known from the `config` of a `Model` or the config.json of a local folder, for the architectures of
     `ops.flops.Transformer`; attention counts as causal over the whole sample.
     """
-    try:
-        return quadratic_cost(Transformer.of(_config(model)))
-    except (*BROKEN, TypeError, ArithmeticError):  # a wrong config is reported when the model is built
-        return 0.0
+    return _of_shape(model, quadratic_cost)
 
 
 def launched_tokens(model: Model) -> float:
     """The tokens of a row that a GPU computes for as long as the host launches its kernels; 0.0 if the model's shape is
     unknown before it loads."""
+    return _of_shape(model, lambda shape: LAUNCHED * shape.layers / shape.token_products)
+
+
+def _of_shape(model: Model, number: Callable[[Transformer], float]) -> float:
+    """Return a number of a model's shape; 0.0 if that is unknown."""
     try:
-        shape = Transformer.of(_config(model))
-        return LAUNCHED * shape.layers / shape.token_products
+        return number(Transformer.of(_config(model)))
     except (*BROKEN, TypeError, ArithmeticError):  # a wrong config is reported when the model is built
         return 0.0
 

@@ -149,7 +149,7 @@ def _turn_s(one: GroupMemory, found: dict[str, GroupMemory], gpu: Gpu) -> float:
     for each, rate in [(one, rates["woken_bytes"]), *((each, rates["slept_bytes"]) for each in others)]:
         partners = others if each is one else [one]
         stays = max(partner.spared_bytes for partner in partners)
-        moved = each.movable_bytes - min(stays, each.movable_bytes)
+        moved = max(0.0, each.movable_bytes - stays)
         dropped = sum(part.size_bytes for part in each.held if part.when == "dropped")
         took_s += (moved + dropped) / rate + moved / rates["copied_bytes"]
     return took_s

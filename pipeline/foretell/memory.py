@@ -15,6 +15,7 @@ from pipeline.declare.work import Decoding, GpuPart, Load
 from pipeline.errors import Problem
 from pipeline.foretell.gpu import Gpu
 from pipeline.foretell.loads import AssumedLengths
+from pipeline.plan.resting import resting_bytes
 
 USABLE = 0.98  # of a GPU: the rest is lost to fragments
 PASSING = ("task", "spare")
@@ -40,11 +41,6 @@ class GroupMemory(msgspec.Struct, frozen=True, kw_only=True):
     unknown: Sequence[str] = ()
 
     @property
-    def resting_bytes(self) -> float:
-        """What it keeps while other groups compute."""
-        return _sum(part for part in self.held if part.when == "always")
-
-    @property
     def movable_bytes(self) -> float:
         """What moves to the host, as far as others need the room."""
         return _sum(part for part in self.held if part.when == "moved")
@@ -52,23 +48,27 @@ class GroupMemory(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def largest(self) -> str:
         """The stage whose tasks take most; "" if none takes any."""
-        return max(self.passing, key=lambda name: _sum(_needed(self.passing[name])), default="")
+        return max(self.passing, key=self.taken_bytes, default="")
 
     @property
     def before_bytes(self) -> float:
         """Bytes in use on a GPU in this group's turn, before a task runs."""
-        return self.beside_bytes + self.spared_bytes + _sum(self.held)
+        return self.taken_bytes("") + self.spared_bytes
 
     @property
     def needed_bytes(self) -> float:
         """The bytes of a GPU without which this group's tasks do not run."""
-        return self.beside_bytes + _sum(self.held) + _sum(_needed(self.passing.get(self.largest, ())))
+        return self.taken_bytes(self.largest)
 
     @property
     def peak_bytes(self) -> float:
         """The most bytes in use on a GPU in this group's turn."""
         whole = self.before_bytes + max(map(_sum, self.passing.values()), default=0.0)
         return max(self.needed_bytes, min(whole, USABLE * self.gpu_bytes))
+
+    def taken_bytes(self, stage: str) -> float:
+        """The bytes without which the tasks of a stage do not run; of "", those between tasks."""
+        return self.beside_bytes + _sum(self.held) + _sum(_needed(self.passing.get(stage, ())))
 
 
 def _sum(parts: Iterable[GpuPart]) -> float:
@@ -86,7 +86,7 @@ def memory(graph: Graph, lengths: AssumedLengths, gpu: Gpu) -> dict[str, GroupMe
     found = {}
     for name, group in groups.items():
         partners = [whole[other] for other in _partners(group, groups.values())]
-        beside = sum(partner.resting_bytes for partner in partners)
+        beside = resting_bytes(graph, [partner.group.name for partner in partners])
         load = lengths.load(group, range(graph.batch), gpu, room_bytes=gpu.memory_bytes - beside)
         one = msgspec.structs.replace(_group(graph, load), beside_bytes=beside)
         room = USABLE * gpu.memory_bytes - one.before_bytes
@@ -137,9 +137,9 @@ def memory_problems(
 
 def _too_much(one: GroupMemory, own: Iterable[Stage], gpu: Gpu) -> Iterator[Problem]:
     """Yield a problem for each stage whose tasks do not fit, the largest first; one if only more GPUs help."""
-    held, stages = _sum(one.held) + one.beside_bytes, {stage.name: stage for stage in own}
-    taken = {name: held + _sum(_needed(parts)) for name, parts in one.passing.items()}
-    too_large = [name for name in sorted(taken, key=lambda name: -taken[name]) if taken[name] > USABLE * one.gpu_bytes]
+    stages, most = {stage.name: stage for stage in own}, USABLE * one.gpu_bytes
+    too_large = [name for name in one.passing if one.taken_bytes(name) > most]
+    too_large.sort(key=one.taken_bytes, reverse=True)
     if not all(one.fits.get(name) for name in too_large):
         too_large = too_large[:1]
     for name in too_large or [""]:
@@ -147,11 +147,10 @@ def _too_much(one: GroupMemory, own: Iterable[Stage], gpu: Gpu) -> Iterator[Prob
         parts = sorted([*one.held, *_needed(one.passing.get(name, ()))], key=lambda part: -part.size_bytes)
         listed = ", ".join(f"{part.name} {gib(part.size_bytes)}" for part in parts[:3])
         beside = f", beside {gib(one.beside_bytes)} of other worker groups" if one.beside_bytes else ""
-        needed = f"needs {gib(taken.get(name, held))} of a GPU"
         yield Problem(
             where=str((stage or one.group).location),
-            what=f"worker group {one.group.name!r} {needed}{beside}: {listed}",
-            why=f"{gib(USABLE * gpu.memory_bytes)} of {gib(gpu.memory_bytes)} can be used",
+            what=f"worker group {one.group.name!r} needs {gib(one.taken_bytes(name))} of a GPU{beside}: {listed}",
+            why=f"{gib(most)} of {gib(gpu.memory_bytes)} can be used",
             fix=f"{fix} in {name!r}" if fix and stage else "more GPUs, with tensor_parallel or pipeline_parallel",
         )
 

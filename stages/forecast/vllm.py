@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pipeline import Model
 from pipeline.declare.work import Decoding, GpuPart, Load
-from stages.backends.vllm.limits import FREE_MEMORY
+from stages.backends.vllm.limits import share_bytes
 from stages.forecast.shape import HALF, Divided, divided
 
 RESIDUE_BYTES = 3.0 * 2**30  # CUDA and its graphs; memory=0.85 minus (awake - asleep) in gpu.step.colocated.h200
@@ -43,7 +43,7 @@ def _numbers(part: Divided) -> float:
 
 def room_of_cache(part: Divided, load: Load) -> float:
     """Bytes that an engine leaves for its cache; negative if it does not fit."""
-    share = min(load.group.memory * load.gpu_bytes, FREE_MEMORY * load.room_bytes)
+    share = share_bytes(load.group.memory, load.room_bytes, load.gpu_bytes)
     drafts = HALF * sum(one.weights for one in _draft(load))
     return share - RESIDUE_BYTES - BUFFERS_BYTES - part.size_bytes(load.group.weights) - drafts
 

@@ -82,17 +82,20 @@ class LayerAdapter(nn.Module):
 
     def _whole_b(self) -> torch.Tensor:
         """Rows of all outputs, columns of all targets."""
-        names, taken, found = list(self.targets), dict.fromkeys(self.targets, 0), []
+        spread: dict[str, torch.Tensor] = {}
         matrices: dict[str, Any] = dict(self.targets.items())
-        ranks = [matrices[name].lora_A.out_features for name in names]
+        before, width = 0, sum(each.lora_A.out_features for each in matrices.values())
+        for target, each in matrices.items():
+            rank = each.lora_A.out_features
+            spread[target] = functional.pad(each.lora_B.weight, (before, width - before - rank))
+            before += rank
+        taken, found = dict.fromkeys(spread, 0), []
         for name, count in self.rows:
             if name is None:
-                found.append(matrices[names[0]].lora_B.weight.new_zeros(count, sum(ranks)))
-                continue
-            rows = matrices[name].lora_B.weight[taken[name] : taken[name] + count]
-            before = sum(ranks[: names.index(name)])
-            found.append(functional.pad(rows, (before, sum(ranks) - before - rows.shape[1])))
-            taken[name] += count
+                found.append(next(iter(spread.values())).new_zeros(count, width))
+            else:
+                found.append(spread[name][taken[name] : taken[name] + count])
+                taken[name] += count
         return torch.cat(found)
 
 

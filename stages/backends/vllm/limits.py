@@ -38,7 +38,12 @@ FREE_MEMORY = 0.92  # of the free memory of a GPU: an engine takes at most that
 def share_of(memory: float, *, free_bytes: float, total_bytes: float, beside_bytes: float) -> float:
     """The share of a GPU that an engine takes: `memory`, or nearly all of what is free now, or later beside groups that
     keep `beside_bytes`, if that is less."""
-    return min(memory, FREE_MEMORY * min(free_bytes, total_bytes - beside_bytes) / total_bytes)
+    return share_bytes(memory, min(free_bytes, total_bytes - beside_bytes), total_bytes) / total_bytes
+
+
+def share_bytes(memory: float, room_bytes: float, total_bytes: float) -> float:
+    """The same in bytes, of a GPU with `room_bytes` for the engine."""
+    return min(memory * total_bytes, FREE_MEMORY * room_bytes)
 
 
 def problems(group: WorkerGroup, where: str) -> Iterator[Problem]:
