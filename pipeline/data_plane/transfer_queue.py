@@ -24,6 +24,7 @@ import os
 import secrets
 import threading
 import time
+import traceback
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -399,9 +400,21 @@ def _connect(settings: Settings) -> Any:
     config = OmegaConf.create({"zmq_info": units}, flags={"allow_objects": True})
     try:
         client.initialize_storage_manager(manager_type="SimpleStorage", config=config)
-    except TimeoutError as error:  # TransferQueue's own deadline
-        raise _late("attach to TransferQueue", round(time.monotonic() - start_s)) from error
+    except BaseException as error:
+        _close_handshake(error)
+        client.close()
+        if isinstance(error, TimeoutError):  # TransferQueue's own deadline
+            raise _late("attach to TransferQueue", round(time.monotonic() - start_s)) from error
+        raise
     return client
+
+
+def _close_handshake(error: BaseException) -> None:
+    """Close the ZeroMQ context of a handshake that failed. TransferQueue leaves it to the garbage collector, which would
+    wait without an end for the request to be sent."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if (context := frame.f_locals.get("sync_zmq_context")) is not None:
+            context.destroy(linger=0)
 
 
 def _check_address(address: str, trusted_network: bool) -> None:

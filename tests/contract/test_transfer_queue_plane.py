@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import re
+import socket
 import subprocess
 import sys
 import textwrap
@@ -15,6 +17,8 @@ from typing import Any
 
 import pytest
 import torch
+import zmq
+import zmq.asyncio
 
 from pipeline import DataPlaneError, KVBatchMeta
 from pipeline.data_plane.memory import MemoryPlane
@@ -22,6 +26,7 @@ from pipeline.data_plane.signed import sign_messages
 from pipeline.data_plane.transfer_queue import Settings, TransferQueuePlane, _check_address, environment
 from pipeline.declare.columns import Ragged
 from pipeline.declare.handle import sample_key
+from pipeline.errors import DataPlaneLost
 from tests.forked import FORKS
 
 from .conftest import FIELDS, Store
@@ -280,6 +285,27 @@ def test_a_slow_store_is_waited_for_and_a_lost_one_is_an_error_at_once(tmp_path)
         f"unit LOST {get} storage unit NAME {why}", f"get LOST {get} controller {why}",
         f"put LOST {put} controller {why}", "closed True",
     ], said[-4000:]  # fmt: skip
+
+
+def test_a_controller_that_does_not_answer_leaves_no_context_that_waits(
+    transfer_queue: TransferQueuePlane, monkeypatch: pytest.MonkeyPatch
+):
+    """The garbage collector would wait in such a context until the request is sent, so without an end."""
+    from transfer_queue.storage.managers import base
+
+    monkeypatch.setattr(base, "TQ_STORAGE_HANDSHAKE_MAX_RETRIES", 1)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        name, at, ports = transfer_queue.settings.controller
+        there = (name, at, dict(ports) | {"handshake_socket": silent.getsockname()[1]})
+        before = open_contexts()
+        with pytest.raises(DataPlaneLost, match="attach to TransferQueue"):
+            TransferQueuePlane.attach(replace(transfer_queue.settings, controller=there))
+        assert open_contexts() == before
+
+
+def open_contexts() -> set[int]:
+    """The ZeroMQ contexts of this process that are open."""
+    return {id(each) for each in gc.get_objects() if type(each) in (zmq.Context, zmq.asyncio.Context) and not each.closed}
 
 
 def test_settings_are_plain_values(transfer_queue: TransferQueuePlane):
