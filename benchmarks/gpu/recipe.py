@@ -74,7 +74,7 @@ def main() -> None:
     if options.cpu:
         options.model, options.groups, options.samples, options.tokens, options.budget = "tiny", 4, 4, 32, 512
     one = {"sampler": 1, "sampler_tensor": 1, "learner": 1, "learner_tensor": 1, "learner_pipeline": 1}
-    fixed = {"colocated": not options.cpu, "transport": "auto", "prev": "own", "kl": KL}
+    fixed = {"colocated": not options.cpu, "transport": "auto", "prev": "own", "kl": KL, "replay": False}
     vars(options).update(one | fixed)
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
