@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import NoReturn
 
 import pytest
+from packaging.version import Version
 
 
 def need(part: str, module: str) -> ModuleType:
@@ -33,3 +34,9 @@ def lacking(part: str, reason: str) -> NoReturn:
     if part in {name.strip() for name in os.environ.get("SLUICE_REQUIRE", "").split(",")}:
         pytest.fail(f"{reason}; SLUICE_REQUIRE names it")
     pytest.skip(reason, allow_module_level=True)
+
+
+def since_vllm(version: str, part: str) -> None:
+    """Skip a test of something that an older vLLM cannot do."""
+    if Version(need("vllm", "vllm").__version__.partition("+")[0]) < Version(version):
+        lacking(part, f"{part} needs vLLM {version}")

@@ -22,10 +22,12 @@ from stages.backends.vllm.limits import SCALED
 from tests.engines import vllm_models as tiny
 from tests.engines.cache_case import attention, bounds, sampled
 from tests.engines.refit_case import TOKENS
-from tests.optional import need
+from tests.optional import need, since_vllm
 from tests.shares import shares_of
 
 need("vllm", "vllm")
+if "avx512" not in Path("/proc/cpuinfo").read_text():
+    since_vllm("0.32", "an 8-bit cache on this CPU")
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ from stages.backends.torch.engine import TorchEngine
 from tests.engines import vllm_models as tiny
 from tests.engines.prepared import engines, kill
 from tests.engines.refit_case import CONFIGS, made
-from tests.optional import need
+from tests.optional import need, since_vllm
 from tests.shares import shares_of
 
 need("vllm", "vllm")
@@ -202,6 +202,7 @@ def test_layers_of_nemotron_h_have_adapters(
     the only group of Mamba heads, that target is refused."""
     from stages.backends.vllm.engine import open_engine
 
+    since_vllm("0.32", "NemotronH on a CPU")
     if ranks > 1:
         monkeypatch.delenv("VLLM_ENABLE_V1_MULTIPROCESSING", raising=False)
     monkeypatch.setitem(CONFIGS, "nemotron_h", CONFIGS["nemotron_h"] | {"n_groups": groups})

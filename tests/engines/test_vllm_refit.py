@@ -4,10 +4,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from packaging.version import Version
 
 from tests.engines.refit_case import refit
-from tests.optional import lacking, need
+from tests.optional import need, since_vllm
 
 need("vllm", "vllm")
 
@@ -84,6 +83,7 @@ def test_a_mixture_routed_by_sigmoids_is_served_with_the_bias_of_its_experts(
 
 def test_the_states_of_mamba_layers_are_served(prepared: None, several_ranks: None, tmp_path: Path) -> None:
     """vLLM computes the decay of states from A_log, and keeps a view of the convolution: both go through its loader."""
+    since_vllm("0.32", "NemotronH on a CPU")
     found = refit(tmp_path, "nemotron_h", 2, ("pull", "gloo"))
     assert max(found["far"]) < NEAR
     assert {name.split(".mixer.")[1] for name in found["loaded"]} == {
@@ -93,8 +93,7 @@ def test_the_states_of_mamba_layers_are_served(prepared: None, several_ranks: No
 
 def test_fused_experts_and_attention_sinks_are_served(prepared: None, tmp_path: Path) -> None:
     """gpt-oss has no table, and vLLM's own reload keeps the old ones of both."""
-    if Version(need("vllm", "vllm").__version__.partition("+")[0]) < Version("0.32"):
-        lacking("gpt-oss", "gpt-oss needs vLLM 0.32")
+    since_vllm("0.32", "gpt-oss")
     found = refit(tmp_path, "gpt_oss", 1, ("pull",))
     assert max(found["far"]) < NEAR and found["loaded"] == found["tensors"]
     assert {"model.layers.0.mlp.experts.gate_up_proj", "model.layers.1.self_attn.sinks"} <= set(found["tensors"])

@@ -98,12 +98,18 @@ def test_blocks_that_a_rank_would_cut(change: dict[str, Any], tensor: int, says:
 
 
 @pytest.mark.parametrize(
-    ("version", "family", "says"),
-    [("0.31.2", "gpt_oss", "vLLM 0.31 is"), ("0.32.0", "gpt_oss", ""), ("0.26.0", "qwen3", ""), ("", "gpt_oss", "")],
-)
-def test_a_family_may_need_a_newer_vllm(monkeypatch: pytest.MonkeyPatch, version: str, family: str, says: str) -> None:
+    ("version", "family", "gpus", "says"),
+    [
+        ("0.31.2", "gpt_oss", 1, "vLLM 0.31 is"), ("0.31.2", "gpt_oss", 0, "vLLM 0.31 is"), ("0.32.0", "gpt_oss", 0, ""),
+        ("0.26.0", "qwen3", 0, ""), ("", "gpt_oss", 0, ""),
+        ("0.27.0", "nemotron_h", 0, "vLLM 0.27 is"), ("0.26.0", "nemotron_h", 1, ""), ("0.32.0", "nemotron_h", 0, ""),
+    ],
+)  # fmt: skip
+def test_a_family_may_need_a_newer_vllm(
+    monkeypatch: pytest.MonkeyPatch, version: str, family: str, gpus: int, says: str
+) -> None:
     monkeypatch.setattr(vllm, "_installed", lambda: version)
-    told = found(vllm, {"model_type": family})
+    told = found(vllm, {"model_type": family}, gpus=gpus)
     assert len(told) == bool(says) and says in "".join(told)
 
 

@@ -30,6 +30,7 @@ SCALED = (  # families whose attention is as model/cache_bounds.py computes it (
     "llama", "qwen2", "qwen3", "qwen3_moe", "glm4_moe", "nemotron_h", "gpt_oss", "qwen3_vl", "qwen2_5_vl",
 )  # fmt: skip
 LATER = {"gpt_oss": (0, 32)}  # families, and the first vLLM whose refits of them were tested
+LATER_ON_CPU = {"nemotron_h": (0, 32)}  # older CPU builds end where a Mamba layer's cache has several blocks
 UNTIED = ("glm4_moe", "deepseek_v3", "gpt_oss")  # families whose output embedding is a matrix of its own in vLLM
 UNBIASED = ("qwen3", "qwen3_moe")  # families whose o_proj has no bias in vLLM, and may have one in transformers
 FREE_MEMORY = 0.92  # of the free memory of a GPU: an engine takes at most that
@@ -96,7 +97,7 @@ def problems(group: WorkerGroup, where: str) -> Iterator[Problem]:
 def fits(group: WorkerGroup, config: Mapping[str, Any], where: str) -> Iterator[Problem]:
     """Reasons why the group cannot divide a model with this config, or draft for it."""
     yield from _divides(group, config, where)
-    yield from _too_old(config, where)
+    yield from _too_old(group, config, where)
     yield from _differing(config, where)
     family = str(config.get("model_type") or "")
     yield from quantized_problems(config, where)
@@ -146,15 +147,17 @@ def cache_problems(group: WorkerGroup, config: Mapping[str, Any], where: str) ->
     )
 
 
-def _too_old(config: Mapping[str, Any], where: str) -> Iterator[Problem]:
+def _too_old(group: WorkerGroup, config: Mapping[str, Any], where: str) -> Iterator[Problem]:
     """The reason why the vLLM of this machine, if it has one, cannot serve a family."""
     family = str(config.get("model_type") or "")
     found = re.match(r"(\d+)\.(\d+)", _installed())
-    if found and family in LATER and (version := tuple(map(int, found.groups()))) < LATER[family]:
+    first = (LATER if group.gpus else LATER | LATER_ON_CPU).get(family)
+    if found and first and (version := tuple(map(int, found.groups()))) < first:
         yield Problem(
             where=where,
             what=f"the model is a {family!r}, and vLLM {'.'.join(map(str, version))} is installed",
-            why="new weights of this family were seen to arrive in vLLM 0.32, and in no older one",
+            why=f"this family was seen to be sampled and refitted {'' if group.gpus else 'on CPUs '}by vLLM 0.32, and by "
+            "no older one",
             fix="vLLM 0.32, or backend='torch'",
         )
 
