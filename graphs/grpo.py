@@ -119,10 +119,16 @@ def graph(
 
 def choices(gpus: int) -> Iterator[dict[str, object]]:
     """What to try for flags that are not given, if `--on` names GPUs: the fastest that fits is taken."""
-    each = max(1, gpus // 8)  # a few ways to divide many GPUs
-    together = {"sampler_gpus": gpus, "learner_gpus": gpus, "colocated": True}
-    ways: list[dict[str, object]] = [{**together, "sampler_memory": share} for share in (0.85, 0.5, 0.3)]
-    ways += [{"sampler_gpus": n, "learner_gpus": gpus - n, "colocated": False} for n in range(each, gpus, each)]
+    each = -(-gpus // 8)  # a few ways to divide many GPUs
+    powers = [2**n for n in range(gpus.bit_length())]  # they divide most batches, also where the number of GPUs does not
+    apart = [(n, gpus - n) for n in range(each, gpus, each)]
+    apart += [(n, max(power for power in powers if power <= gpus - n)) for n in powers[-4:] if n < gpus]
+    ways: list[dict[str, object]] = [
+        {"sampler_gpus": n, "learner_gpus": n, "colocated": True, "sampler_memory": share}
+        for n in dict.fromkeys((gpus, powers[-1]))
+        for share in (0.85, 0.5, 0.3)
+    ]
+    ways += [{"sampler_gpus": n, "learner_gpus": learners, "colocated": False} for n, learners in dict.fromkeys(apart)]
     rows = [("none", tokens) for tokens in range(8192, 49153, 4096)]
     for recompute in ("mlp", "layers"):  # slower, so taken only where nothing else fits, such as the longest samples
         rows += [(recompute, tokens) for tokens in (8192, 12288, 20480, 36864, 69632, 135168)]

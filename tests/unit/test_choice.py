@@ -92,7 +92,15 @@ def test_many_gpus_are_divided_in_a_few_ways():
     choices = load(REPOSITORY / "graphs" / "grpo.py").beside("choices")
     assert choices is not None
     made = list(choices(64))
-    assert len(made) == 23 * 10 and {one["sampler_gpus"] + one["learner_gpus"] for one in made} == {64, 128}
+    assert len(made) == 23 * 12 and {one["sampler_gpus"] + one["learner_gpus"] for one in made} == {40, 48, 64, 128}
+    assert max(len(list(choices(gpus))) for gpus in range(1, 1025)) <= choice.MOST
+
+
+@pytest.mark.parametrize("gpus", [3, 5, 7, 24])
+def test_gpus_stay_free_where_their_number_does_not_divide_the_batch(folder, gpus):
+    found = grpo(f"h200:{gpus}", model="0.6B", microbatch=16384, recompute="none")
+    used = found.values["sampler_gpus"] + (0 if found.values["colocated"] else found.values["learner_gpus"])
+    assert gpus / 2 <= used <= gpus
 
 
 def test_an_adapter_needs_room_for_its_own_gradients_only(folder):
