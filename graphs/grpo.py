@@ -120,7 +120,7 @@ def graph(
 def choices(gpus: int) -> Iterator[dict[str, object]]:
     """What to try for flags that are not given, if `--on` names GPUs: the fastest that fits is taken."""
     each = -(-gpus // 8)  # a few ways to divide many GPUs
-    powers = [2**n for n in range(gpus.bit_length())]  # they divide most batches, also where the number of GPUs does not
+    powers = [2**n for n in range(gpus.bit_length())]  # they divide most batches
     apart = [(n, gpus - n) for n in range(each, gpus, each)]
     apart += [(n, max(power for power in powers if power <= gpus - n)) for n in powers[-4:] if n < gpus]
     ways: list[dict[str, object]] = [

@@ -410,8 +410,8 @@ def _connect(settings: Settings) -> Any:
 
 
 def _close_handshake(error: BaseException) -> None:
-    """Close the ZeroMQ context of a handshake that failed. TransferQueue leaves it to the garbage collector, which would
-    wait without an end for the request to be sent."""
+    """Close the ZeroMQ context of a handshake that failed. TransferQueue leaves it to the garbage collector, which
+    would wait for the request to be sent, without an end."""
     for frame, _ in traceback.walk_tb(error.__traceback__):
         if (context := frame.f_locals.get("sync_zmq_context")) is not None:
             context.destroy(linger=0)

@@ -305,7 +305,8 @@ def test_a_controller_that_does_not_answer_leaves_no_context_that_waits(
 
 def open_contexts() -> set[int]:
     """The ZeroMQ contexts of this process that are open."""
-    return {id(each) for each in gc.get_objects() if type(each) in (zmq.Context, zmq.asyncio.Context) and not each.closed}
+    made = [each for each in gc.get_objects() if type(each) in (zmq.Context, zmq.asyncio.Context)]
+    return {id(each) for each in made if not each.closed}
 
 
 def test_settings_are_plain_values(transfer_queue: TransferQueuePlane):

@@ -100,8 +100,8 @@ def test_blocks_that_a_rank_would_cut(change: dict[str, Any], tensor: int, says:
 @pytest.mark.parametrize(
     ("version", "family", "gpus", "says"),
     [
-        ("0.31.2", "gpt_oss", 1, "vLLM 0.31 is"), ("0.31.2", "gpt_oss", 0, "vLLM 0.31 is"), ("0.32.0", "gpt_oss", 0, ""),
-        ("0.26.0", "qwen3", 0, ""), ("", "gpt_oss", 0, ""),
+        ("0.31.2", "gpt_oss", 1, "vLLM 0.31 is"), ("0.31.2", "gpt_oss", 0, "vLLM 0.31 is"),
+        ("0.32.0", "gpt_oss", 0, ""), ("0.26.0", "qwen3", 0, ""), ("", "gpt_oss", 0, ""),
         ("0.27.0", "nemotron_h", 0, "vLLM 0.27 is"), ("0.26.0", "nemotron_h", 1, ""), ("0.32.0", "nemotron_h", 0, ""),
     ],
 )  # fmt: skip

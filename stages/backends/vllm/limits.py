@@ -156,8 +156,7 @@ def _too_old(group: WorkerGroup, config: Mapping[str, Any], where: str) -> Itera
         yield Problem(
             where=where,
             what=f"the model is a {family!r}, and vLLM {'.'.join(map(str, version))} is installed",
-            why=f"this family was seen to be sampled and refitted {'' if group.gpus else 'on CPUs '}by vLLM 0.32, and by "
-            "no older one",
+            why=f"this family was seen to work with vLLM 0.32{'' if group.gpus else ' on CPUs'}, and with no older one",
             fix="vLLM 0.32, or backend='torch'",
         )
 
