@@ -77,7 +77,7 @@ class _Logprobs(Stage):
         """A forward pass over its samples; None unless the backend is megatron. A frozen copy changes places with the
         trained one, if there is one."""
         found = self._passes(load).work(load) if load.group.backend == "megatron" else None
-        if found is None or self.model.trainable:
+        if found is None or self.model not in [model.frozen() for model in load.trained]:
             return found
         return replace(found, copied_bytes=exchanged_bytes(self.model, load))
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 import msgspec
 
 if TYPE_CHECKING:
-    from pipeline.declare.group import WorkerGroup
+    from pipeline.declare.group import Model, WorkerGroup
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,6 +35,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     gpu_bytes   memory of a GPU
     room_bytes  of that, what other worker groups on the same GPU leave while this one computes
     kernels     "fused", with Transformer Engine and Triton, or "plain", without
+    trained     models that the worker group trains
     """
 
     group: WorkerGroup
@@ -46,6 +47,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     gpu_bytes: int
     room_bytes: int
     kernels: str = "fused"
+    trained: Sequence[Model] = ()
 
 
 class GpuWork(msgspec.Struct, frozen=True, kw_only=True):

@@ -36,7 +36,7 @@ class AssumedLengths:
     """
 
     def __init__(self, graph: Graph, assumed: Assumed) -> None:
-        stages = graph.all_stages()
+        self._stages = stages = graph.all_stages()
         field = stamps_of(stages)
         bounds = {dim: most for stage in stages for dim, most in bounds_of(stage).items()}
         self.longest = bounds.get(str(field.ragged), 0) if field else 0
@@ -75,6 +75,7 @@ class AssumedLengths:
             gpu_bytes=int(gpu.memory_bytes),
             room_bytes=int(gpu.memory_bytes if room_bytes is None else room_bytes),
             kernels=self.assumed.kernels,
+            trained=[stage.updates for stage in self._stages if stage.updates and group in stage.groups()],
         )
 
     def note(self) -> str:

@@ -353,7 +353,9 @@ def test_an_adapter_takes_two_products_per_weight_and_room_for_itself():
     assert work[1].products == pytest.approx(2 / 3 * work[0].products) and work[1].attention == work[0].attention
     scored = [PrevLogprobs(one.model.frozen(), on=one.on, microbatch=Packed(16 * 1030)) for one in (whole, adapter)]
     weights = divided(whole.model, whole.on).weights
-    assert [one.work(load).copied_bytes for one in scored] == [4 * 2 * weights, 0], "an adapter is left out, in place"
+    both = replace(load, trained=(whole.model, adapter.model))
+    assert [one.work(both).copied_bytes for one in scored] == [4 * 2 * weights, 0], "an adapter is left out, in place"
+    assert scored[0].work(load).copied_bytes == 0, "a model that nothing trains here has one copy"
     sizes = [{part.name: part.size_bytes for part in one.memory(load)} for one in (whole, adapter)]
     # By hand, of Qwen3-0.6B: A and B of q, k, v, o, gate, up and down in 28 layers.
     inputs_and_outputs = 3 * (1024 + 3072) + 2 * (1024 + 2048) + 2 * (1024 + 1024)
