@@ -141,6 +141,11 @@ class Client:
         wait([self.start(self._end())], CLOSE_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(CLOSE_S)
+        if not self._thread.is_alive():
+            self._loop.close()  # vLLM leaves its sockets open for a loop that only stands still
+        if self._llm is not None:  # `_end` did not get that far
+            self._llm.shutdown(SHUTDOWN_S)
+            self._llm = None
 
     async def sample(self, lot: Sequence[Request]) -> None:
         """Complete requests. If the engine dies, it is restarted and they start over."""
