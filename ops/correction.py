@@ -24,13 +24,15 @@ LEVELS = ("token", "sequence")
 
 
 def moments(prev_logprobs: torch.Tensor, rollout_logprobs: torch.Tensor) -> tuple[float, float, float]:
-    """Return the sum of w, the sum of w squared, and the largest w, of tokens without padding, any shape; in float64.
+    """Return the sum of w, the sum of w squared, and the largest w (0 without tokens), of tokens without padding, any
+    shape; in float64.
 
     (sum w)^2 / sum w^2 is the effective sample size: the number of equally weighted tokens that estimate equally well
     (Kish 1965).
     """
     ratio = (prev_logprobs.double() - rollout_logprobs.double()).exp()
-    return ratio.sum().item(), ratio.square().sum().item(), ratio.max().item()
+    largest = ratio.max().item() if ratio.numel() else 0.0
+    return ratio.sum().item(), ratio.square().sum().item(), largest
 
 
 def multiplicative_error(prev_logprobs: torch.Tensor, rollout_logprobs: torch.Tensor) -> float:

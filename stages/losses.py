@@ -51,7 +51,7 @@ class Scored:
     old_logprobs_NT      of the policy before the step's first update, the denominator of the ratio
     rollout_logprobs_NT  of the sampler; present if the loss has a correction
     advantage_N          one per sample
-    mask_NT              bool, True for tokens
+    mask_NT              bool, True for tokens that the policy drew
     ref_logprobs_NT      of the frozen model; present if the loss needs a reference
     entropy_NT           of the policy's next token; with a gradient if the loss needs it
     columns              the fields that the loss or its correction `reads`, by name: [N], or padded to [N, T]

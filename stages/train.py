@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from pipeline import Field, Graph, Model, Output, Stage, StageContext, Task, WorkerGroup
+from pipeline import Field, Graph, Model, Output, Stage, StageContext, StageError, Task, WorkerGroup
 from pipeline.declare.columns import Columns, Ragged
 from pipeline.declare.held import Copies, Weighs
 from pipeline.declare.parameters import is_number, is_whole
@@ -324,8 +324,9 @@ class TrainRunner:
         given: Any = {attribute: column.get(field.name) for attribute, field in _COLUMNS.items()}
         read: Any = {field.name: column[field.name] for field in stage.loss.columns}
         routes: Any = next((column[field.name] for field in of_replay(stage.model)), None)
-        batch = Batch(**given, columns=read, routes=routes)
+        batch = Batch(**given, columns=read, routes=routes, sampled=_sampled(column[TOKEN_VERSIONS.name]))
         shard = task.shard or one_shard(batch.prompt_ids, batch.response_ids, stage.sharding)
+        shard = self._counted(batch, shard)
         start_s = time.monotonic()
         results, batch = self._updated(batch, shard)
         done = [result for result in results if not result["skipped"]]
@@ -334,6 +335,30 @@ class TrainRunner:
         taken_s = time.monotonic() - start_s
         counts |= self._ages(batch, column[TOKEN_VERSIONS.name], task) | self._work(batch, shard, taken_s)
         return Output(metrics=metrics | counts | division(shard), weights=(task.step + 1, ""))
+
+    def _counted(self, batch: Batch, shard: Shard) -> Shard:
+        """The shard whose updates count the tokens that the policy drew, over all ranks; its own counts are of lengths,
+        so they count the others too. All ranks call it together."""
+        drawn = batch.response_ids.lengths
+        if batch.sampled is not None:
+            drawn = tuple(int(row.sum()) for row in batch.sampled.rows())
+        own = {
+            str(number): float(sum(drawn[sample] for part in update.microbatches for sample in part.samples))
+            for number, update in enumerate(shard.updates)
+        }
+        totals = [int(count) for count in self.ranks.totals(own).values()]
+        if 0 in totals:
+            raise StageError(self._nothing_drawn(totals.index(0) + 1))
+        updates = (msgspec.structs.replace(update, tokens=count) for update, count in zip(shard.updates, totals))
+        return msgspec.structs.replace(shard, updates=tuple(updates))
+
+    def _nothing_drawn(self, minibatch: int) -> Problem:
+        return Problem(
+            where=str(self.stage.location),
+            what=f"minibatch {minibatch} of {self.stage.name!r} has no token that the policy drew",
+            why=f"{TOKEN_VERSIONS.name} is -1 for all of them, and the loss divides by their number",
+            fix="write the version of the weights for tokens that the policy drew, and -1 for others only",
+        )
 
     def _updated(self, batch: Batch, shard: Shard) -> tuple[list[dict[str, float]], Batch]:
         """Make all updates. Returns their metrics, and the batch with its old logprobs."""
@@ -361,9 +386,10 @@ class TrainRunner:
 
         assert batch.rollout_logprobs is not None
         assert batch.old_logprobs is not None
-        sampled, trained = batch.rollout_logprobs.values, batch.old_logprobs.values
+        drawn = versions.values >= 0
+        sampled, trained = batch.rollout_logprobs.values[drawn], batch.old_logprobs.values[drawn]
         weight, square, largest = moments(trained, sampled)
-        age = task.step - versions.values  # the weights before these updates are version `step`
+        age = task.step - versions.values[drawn]  # the weights before these updates are version `step`
         totals = self.ranks.totals(
             {
                 "tokens": float(len(age)),
@@ -373,7 +399,7 @@ class TrainRunner:
                 "weight": weight,
                 "square": square,
                 "staleness_mean": float(age.sum()),
-                "staleness_max": float(age.max()),
+                "staleness_max": float(age.max()) if len(age) else 0.0,
             },
             largest=_LARGEST,
         )
@@ -429,6 +455,12 @@ class TrainRunner:
     def restore(self, folder: Path) -> None:
         """Load what `save` wrote. Raises CheckpointError if it is incomplete."""
         self.learner.restore(folder)
+
+
+def _sampled(versions: Any) -> Ragged | None:
+    """The tokens that the policy drew; None if it drew all."""
+    drawn = versions.values >= 0
+    return None if bool(drawn.all()) else Ragged(drawn, versions.lengths)
 
 
 def _divisors(number: int, near: int) -> list[int]:

@@ -18,7 +18,8 @@ IMAGES = Field("images", dtype="uint8", dims="N ImageBytes", unit="byte", hint='
 PROMPT_IDS = Field("prompt_ids", dtype="int64", dims="N P", unit="token", low=0, hint=_ROLLOUT)
 RESPONSE = Field("response", dtype="str", hint=_ROLLOUT)
 RESPONSE_IDS = Field("response_ids", dtype="int64", dims="N T", unit="token", low=0, hint=_ROLLOUT)
-TOKEN_VERSIONS = Field("token_versions", dtype="int32", dims="N T", unit="version", low=0, hint=_ROLLOUT)
+# of the weights that drew a token; -1 for a token that the policy did not draw, such as a tool's answer
+TOKEN_VERSIONS = Field("token_versions", dtype="int32", dims="N T", unit="version", low=-1, hint=_ROLLOUT)
 ROLLOUT_LOGPROBS = Field("rollout_logprobs", dtype="float32", dims="N T", unit="nat", high=0.0, hint=_ROLLOUT)
 TRUNCATED = Field("truncated", dtype="bool", hint=_ROLLOUT)
 MODEL_REWARD = Field("model_reward", dtype="float32", hint='add RewardModel(Model("the reward model"), on=judge)')

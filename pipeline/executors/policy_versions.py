@@ -1,4 +1,5 @@
-"""Which policy versions sampled the tokens of a group. Knows a column with one version per token, no stage."""
+"""Which policy versions sampled the tokens of a group. Knows a column with one version per token, no stage: -1 for a
+token that no policy sampled."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from pipeline.declare.handle import groups_of
 class Versions(msgspec.Struct, frozen=True):
     """A group's sample count, its oldest and newest token version, and the length of its longest sample.
 
-    A group without any token has version 0.
+    A group without any sampled token has version 0.
     """
 
     samples: int
@@ -39,7 +40,8 @@ def versions_of(column: Any, keys: Sequence[str]) -> dict[int, Versions]:
     newest = np.zeros(len(counts), dtype=np.int64)
     if filled.any():
         values = column.values.numpy()
-        oldest[filled] = np.minimum.reduceat(values, starts[filled])
-        newest[filled] = np.maximum.reduceat(values, starts[filled])
+        newest[filled] = np.maximum.reduceat(values, starts[filled]).clip(min=0)
+        sampled = np.where(values < 0, newest.max(), values)
+        oldest[filled] = np.minimum(np.minimum.reduceat(sampled, starts[filled]), newest[filled])
     numbers = zip(counts.items(), oldest.tolist(), newest.tolist(), longest.tolist())
     return {group: Versions(count, low, high, tokens) for (group, count), low, high, tokens in numbers}

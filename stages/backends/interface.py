@@ -157,7 +157,8 @@ class Batch:
     without a gradient; `rollout_logprobs` are the sampler's, for a correction, and `ref_logprobs` the frozen model's,
     for a KL term. `columns` are additional fields that the loss reads, one value per sample or per response token.
     `routes` are the experts to compute each token with (stages/routes.py); without them, routers choose. `images` are
-    the files of the prompts, framed (stages/images.py)."""
+    the files of the prompts, framed (stages/images.py). `sampled`, bool, are the response tokens that the policy drew,
+    the only ones that a loss sees; None if it drew all. The counts of tokens of an `Update` are then of these."""
 
     prompt_ids: Ragged
     response_ids: Ragged
@@ -168,6 +169,7 @@ class Batch:
     columns: Mapping[str, torch.Tensor | Ragged] = field(default_factory=dict)
     routes: Ragged | None = None
     images: Ragged | None = None
+    sampled: Ragged | None = None
 
     def __len__(self) -> int:
         return len(self.prompt_ids)
@@ -187,6 +189,7 @@ class Batch:
             },
             None if self.routes is None else part(self.routes, samples),
             None if self.images is None else part(self.images, samples),
+            None if self.sampled is None else part(self.sampled, samples),
         )
 
 

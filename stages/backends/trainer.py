@@ -127,6 +127,8 @@ class BaseLearner(Learner, ABC):
         if part.old_logprobs is None:
             rows = zip(samples, old_NT.float(), part.response_ids.lengths)
             self._own |= {sample: row_T[:length] for sample, row_T, length in rows}
+        if part.sampled is not None:
+            mask_NT = mask_NT & padded(part.sampled)
         scored = Scored(
             logprobs_NT=logprobs_NT,
             old_logprobs_NT=padded(part.old_logprobs) if part.old_logprobs else old_NT,

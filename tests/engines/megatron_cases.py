@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
+from msgspec import structs
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -30,7 +31,7 @@ from ops.vocab_parallel import logprobs_and_entropy
 from pipeline import Model
 from pipeline.declare.columns import Ragged
 from pipeline.declare.ranks import RankLayout, Ranks
-from pipeline.declare.sharding import Microbatching, Packed, Plain, Shard, Sharding
+from pipeline.declare.sharding import Microbatching, Packed, Plain, Shard, Sharding, Update
 from stages.backends.interface import Batch, Optimization
 from stages.backends.megatron import layers
 from stages.backends.megatron.engine import MegatronEngine
@@ -281,8 +282,8 @@ def make_folder(family: str, folder: Path, **sizes: int) -> Path:
 
 
 def frozen_batch(*, grouped: bool = False) -> Batch:
-    """Return eight samples of various lengths, with made-up logprobs near those of an untrained model. Grouped ones are
-    five of one prompt and three of another."""
+    """Return eight samples of various lengths, with made-up logprobs near those of an untrained model, and tokens that
+    no policy drew. Grouped ones are five of one prompt and three of another."""
     generator = torch.Generator().manual_seed(5)
 
     def ids(lengths: tuple[int, ...]) -> Ragged:
@@ -297,7 +298,8 @@ def frozen_batch(*, grouped: bool = False) -> Batch:
         return Ragged(-5.0 + 0.2 * noise, responses.lengths)
 
     advantage = torch.tensor([1.0, -1.0, 0.5, -0.5, 2.0, 0.0, -0.3, 0.7])
-    return Batch(prompts, responses, advantage, logprobs(), logprobs(), logprobs())
+    sampled = Ragged(torch.arange(sum(responses.lengths)) % 4 != 2, responses.lengths)
+    return Batch(prompts, responses, advantage, logprobs(), logprobs(), logprobs(), sampled=sampled)
 
 
 def given_experts(batch: Batch, layers: int, *, grouped: bool) -> Ragged:
@@ -319,9 +321,19 @@ def given_experts(batch: Batch, layers: int, *, grouped: bool) -> Ragged:
 def shards_of(
     batch: Batch, microbatching: Microbatching, ranks: int, minibatches: int = 1, groups: Sequence[int] = ()
 ) -> list[Shard]:
-    """Return the shards of the batch for the data-parallel ranks. Samples of `groups` share prompts in packed rows."""
+    """Return the shards of the batch for the data-parallel ranks. Samples of `groups` share prompts in packed rows.
+    Updates count the tokens that the policy drew."""
     lengths = {"P": batch.prompt_ids.lengths, "T": batch.response_ids.lengths}
-    return Sharding.of(microbatching, minibatches=minibatches, shares=True).shards(lengths, ranks, groups)
+    shards = Sharding.of(microbatching, minibatches=minibatches, shares=True).shards(lengths, ranks, groups)
+    drawn = [int(row.sum()) for row in batch.sampled.rows()] if batch.sampled else batch.response_ids.lengths
+    made: list[list[Update]] = [[] for _ in shards]
+    for number in range(minibatches):
+        updates = [shard.updates[number] for shard in shards]
+        parts = [(shard, part) for shard, update in zip(shards, updates) for part in update.microbatches]
+        tokens = sum(drawn[shard.index[i]] for shard, part in parts for i in part.samples)
+        for of_rank, update in zip(made, updates):
+            of_rank.append(structs.replace(update, tokens=tokens))
+    return [structs.replace(shard, updates=tuple(updates)) for shard, updates in zip(shards, made)]
 
 
 def gradients(learner: MegatronLearner, batch: Batch, shard: Shard) -> dict[str, torch.Tensor]:

@@ -405,10 +405,11 @@ def test_all_cases_are_compared(cases: Any) -> None:
 
 def near(name: str) -> float:
     """Return how far a tensor may be from another one. A trained B is two updates of AdamW from zero, which magnify the
-    rounding of small gradients. The gradient of a time step sums over all later positions (1.3e-5 without AVX-512)."""
+    rounding of small gradients. Gradients of time steps and decays sum over all later positions (1.5e-5 without
+    AVX-512)."""
     if name.endswith("lora_B.weight") and not name.startswith("gradient "):
         return 1e-4
-    return 3e-5 if name.startswith("gradient ") and name.endswith("dt_bias") else 1e-5
+    return 3e-5 if name.startswith("gradient ") and name.endswith(("dt_bias", "A_log")) else 1e-5
 
 
 def compare(

@@ -36,12 +36,13 @@ TOKENS = {  # of the eight samples of a minibatch, prompt and response together,
 
 @dataclass(frozen=True)
 class Sample:
-    """One sample: token ids, its advantage, and the sampler's logprobs."""
+    """One sample: token ids, its advantage, the sampler's logprobs, and which response tokens the policy drew."""
 
     prompt: torch.Tensor
     response: torch.Tensor
     advantage: float
     logprobs: torch.Tensor
+    drawn: torch.Tensor
 
 
 def sample(kind: str, number: int) -> Sample:
@@ -53,7 +54,8 @@ def sample(kind: str, number: int) -> Sample:
     ids = torch.randint(2, 2 + len(ALPHABET), (tokens,), generator=generator)
     split = 1 + tokens % 3
     logprobs = -torch.rand(tokens - split, generator=generator) - 1.0
-    return Sample(ids[:split], ids[split:], torch.randn(1, generator=generator).item(), logprobs)
+    drawn = (torch.arange(tokens - split) % 3 != 1) | (number % 3 != 1)  # of every third sample some are not
+    return Sample(ids[:split], ids[split:], torch.randn(1, generator=generator).item(), logprobs, drawn)
 
 
 @dataclass(frozen=True)
@@ -74,9 +76,7 @@ class Given(Stage):
                 "response_ids": Ragged.of([each.response for each in made]),
                 "advantage": torch.tensor([each.advantage for each in made]),
                 "rollout_logprobs": Ragged.of([each.logprobs for each in made]),
-                "token_versions": Ragged.of(
-                    [torch.full((len(each.response),), task.step, dtype=torch.int32) for each in made]
-                ),
+                "token_versions": Ragged.of([each.drawn.int() * (task.step + 1) - 1 for each in made]),
             }
 
         return run

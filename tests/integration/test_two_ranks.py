@@ -5,6 +5,8 @@ The expected losses and weights come from a loop written by hand that divides th
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
@@ -28,7 +30,8 @@ def expected(kind: str) -> tuple[list[float], dict[str, torch.Tensor]]:
     for step in range(given.STEPS):
         made = [given.sample(kind, step * size + i) for i in range(size)]
         advantages = torch.tensor([each.advantage for each in made])
-        steps.append(by_hand.Samples([each.prompt for each in made], [each.response for each in made], advantages))
+        columns = ([each.prompt for each in made], [each.response for each in made], [each.drawn for each in made])
+        steps.append(by_hand.Samples(*columns, advantages))
     cut = given.KINDS[kind]
     settings = by_hand.Settings(
         cut=by_hand.Cut(kind, cut if isinstance(cut, int) else cut.tokens),
@@ -51,6 +54,8 @@ def test_two_ranks_train_on_the_samples_that_were_divided_by_hand(tmp_path, ray_
     execute(RayExecutor(modules=user_modules(given)), run_dir, graph=given.graph(kind, learner))
     wanted_losses, wanted_weights = expected(kind)
     assert losses(run_dir) == wanted_losses
+    ages = [json.loads(line)["train/staleness_max"] for line in run_dir.metrics.read_text().splitlines()]
+    assert ages == [0.0] * given.STEPS, "tokens that were inserted have no age"
     found = weights(run_dir, steps=given.STEPS)
     assert found.keys() == wanted_weights.keys()
     assert all(torch.equal(found[name], wanted_weights[name]) for name in found)

@@ -145,10 +145,11 @@ def packings(members: Sequence[int], rows: Passes, lengths: Lengths, tokens: int
 
 @dataclass(frozen=True)
 class Samples:
-    """The samples of a step."""
+    """The samples of a step. `drawn` are the tokens of responses that the policy drew; others are not trained."""
 
     prompts: list[torch.Tensor]
     responses: list[torch.Tensor]
+    drawn: list[torch.Tensor]
     advantages: torch.Tensor
 
 
@@ -177,7 +178,7 @@ def train(model: Any, steps: Sequence[Samples], s: Settings) -> tuple[list[float
         total = 0.0
         for start in range(0, count, count // s.minibatches):
             minibatch = range(start, start + count // s.minibatches)
-            tokens = sum(lengths.responses[i] for i in minibatch)
+            tokens = sum(int(samples.drawn[i].sum()) for i in minibatch)
             gradients = []
             ranks = s.cut.together(minibatch, lengths)
             widths = [s.cut.width(joined(passes), range(count), lengths) for passes in zip(*ranks)]
@@ -216,7 +217,7 @@ def loss_of(
 
     new = padded(logprobs_of(model, samples, members, width, packed=s.cut.kind == "packed"))
     before, frozen = (padded([column[i] for i in members]) for column in (old, ref))
-    mask = padded([torch.ones(len(old[i])) for i in members]).bool()
+    mask = padded([samples.drawn[i].float() for i in members]).bool()
     weight = samples.advantages[members, None]
     ratio = torch.exp(new - before)
     clipped = ratio.clamp(1 - s.clip, 1 + s.clip)

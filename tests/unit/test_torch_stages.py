@@ -259,6 +259,20 @@ def test_mismatch_is_seen() -> None:
     assert output.metrics["mismatch_ratio_max"] == pytest.approx(math.exp(0.5), rel=1e-3)
 
 
+def test_tokens_that_the_policy_did_not_draw_are_not_compared() -> None:
+    columns = batch_columns()
+    rollout, versions = columns["rollout_logprobs"], columns["token_versions"]
+    inserted = torch.arange(len(rollout.values)) % 3 == 1
+    columns["rollout_logprobs"] = Ragged(rollout.values.masked_fill(inserted, 0.0), rollout.lengths)
+    columns["token_versions"] = Ragged(versions.values.masked_fill(inserted, -1), versions.lengths)
+    run = Train(POLICY, on=LEARNER, lr=1e-3, minibatches=2).setup(context(LEARNER))
+    metrics = run(columns, Task(stage="train", step=5)).metrics
+    assert metrics["mismatch_ratio_max"] == pytest.approx(1.0, abs=1e-4) and metrics["staleness_max"] == 5.0
+    columns["token_versions"] = Ragged(torch.full_like(versions.values, -1), versions.lengths)
+    with pytest.raises(StageError, match="minibatch 1 of 'train' has no token that the policy drew"):
+        run(columns, Task(stage="train", step=6))
+
+
 def test_the_error_of_a_token_counts_the_same_in_both_directions() -> None:
     columns = batch_columns()
     rollout = columns["rollout_logprobs"]
