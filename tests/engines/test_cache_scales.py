@@ -22,11 +22,12 @@ from stages.backends.vllm.limits import SCALED
 from tests.engines import vllm_models as tiny
 from tests.engines.cache_case import attention, bounds, sampled
 from tests.engines.refit_case import TOKENS
-from tests.optional import need, since_vllm
+from tests.optional import lacking, need, since_vllm
 from tests.shares import shares_of
 
 need("vllm", "vllm")
-if "avx512" not in Path("/proc/cpuinfo").read_text():
+AVX512 = "avx512" in Path("/proc/cpuinfo").read_text()
+if not AVX512:
     since_vllm("0.32", "an 8-bit cache on this CPU")
 
 
@@ -116,6 +117,8 @@ def test_adapters_share_scales_that_leave_them_room(
     prepared: None, model: Model, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Versions of an adapter are computed together, from one cache."""
+    if not AVX512:
+        lacking("avx512", "vLLM computes with an 8-bit cache only on CPUs with AVX-512 or AMX")
     from stages.backends.vllm import client
     from stages.backends.vllm.engine import open_engine
 
