@@ -386,7 +386,7 @@ class TrainRunner:
 
         assert batch.rollout_logprobs is not None
         assert batch.old_logprobs is not None
-        drawn = versions.values >= 0
+        drawn = slice(None) if batch.sampled is None else batch.sampled.values
         sampled, trained = batch.rollout_logprobs.values[drawn], batch.old_logprobs.values[drawn]
         weight, square, largest = moments(trained, sampled)
         age = task.step - versions.values[drawn]  # the weights before these updates are version `step`

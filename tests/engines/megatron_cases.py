@@ -31,7 +31,7 @@ from ops.vocab_parallel import logprobs_and_entropy
 from pipeline import Model
 from pipeline.declare.columns import Ragged
 from pipeline.declare.ranks import RankLayout, Ranks
-from pipeline.declare.sharding import Microbatching, Packed, Plain, Shard, Sharding, Update
+from pipeline.declare.sharding import Microbatching, Packed, Plain, Shard, Sharding
 from stages.backends.interface import Batch, Optimization
 from stages.backends.megatron import layers
 from stages.backends.megatron.engine import MegatronEngine
@@ -326,14 +326,21 @@ def shards_of(
     lengths = {"P": batch.prompt_ids.lengths, "T": batch.response_ids.lengths}
     shards = Sharding.of(microbatching, minibatches=minibatches, shares=True).shards(lengths, ranks, groups)
     drawn = [int(row.sum()) for row in batch.sampled.rows()] if batch.sampled else batch.response_ids.lengths
-    made: list[list[Update]] = [[] for _ in shards]
-    for number in range(minibatches):
-        updates = [shard.updates[number] for shard in shards]
-        parts = [(shard, part) for shard, update in zip(shards, updates) for part in update.microbatches]
-        tokens = sum(drawn[shard.index[i]] for shard, part in parts for i in part.samples)
-        for of_rank, update in zip(made, updates):
-            of_rank.append(structs.replace(update, tokens=tokens))
-    return [structs.replace(shard, updates=tuple(updates)) for shard, updates in zip(shards, made)]
+    counts = [
+        sum(
+            drawn[shard.index[i]]
+            for shard in shards
+            for part in shard.updates[number].microbatches
+            for i in part.samples
+        )
+        for number in range(minibatches)
+    ]
+    return [
+        structs.replace(
+            shard, updates=tuple(structs.replace(update, tokens=n) for update, n in zip(shard.updates, counts))
+        )
+        for shard in shards
+    ]
 
 
 def gradients(learner: MegatronLearner, batch: Batch, shard: Shard) -> dict[str, torch.Tensor]:

@@ -3,30 +3,43 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+import zmq
 
+from pipeline import Model
+from tests.engines import vllm_models as tiny
 from tests.optional import need
 
 need("vllm", "vllm")
 
 
+def open_sockets() -> set[int]:
+    """The ZeroMQ sockets of this process that are open."""
+    made = [each for each in gc.get_objects() if issubclass(type(each), zmq.Socket)]
+    return {id(each) for each in made if not each.closed}
+
+
 def test_what_does_not_end_in_time_keeps_neither_the_loop_nor_the_engine(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    prepared: None, model: Model, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM would leave its sockets open for a loop that only stands still, and the garbage collector wait for them."""
     from stages.backends.vllm import client
+    from stages.backends.vllm.engine import open_engine
 
+    before = open_sockets()
+    made = open_engine(tiny.context(root)).client(model)
+    assert made._llm is not None and open_sockets() - before
     closed: list[tuple[float, bool]] = []
-    setup = client.Setup(folder=tmp_path, gpus=False, tensor_parallel=1, memory=0.5, where="graph.py:7")
-    made = client.Client(setup)
+    shutdown = made._llm.shutdown
 
-    class Engine:
-        def shutdown(self, timeout_s: float) -> None:
-            closed.append((timeout_s, made._loop.is_closed()))
+    def watched(timeout_s: float) -> None:
+        closed.append((timeout_s, made._loop.is_closed()))
+        shutdown(timeout_s)
 
     async def stubborn(begun: asyncio.Event) -> None:
         begun.set()
@@ -41,10 +54,10 @@ def test_what_does_not_end_in_time_keeps_neither_the_loop_nor_the_engine(
         return kept
 
     kept = made.call(begin())
-    engine: Any = Engine()
-    made._llm = engine
+    monkeypatch.setattr(made._llm, "shutdown", watched)
     monkeypatch.setattr(client, "CLOSE_S", 0.2)
     made.close()
     assert closed == [(client.SHUTDOWN_S, True)] and not kept.done()
+    assert open_sockets() <= before
     made.close()
     assert len(closed) == 1
