@@ -160,10 +160,13 @@ FEW_LAYERS = {  # whole steps of models of few layers, trained by Megatron-core 
     "benchmarks/results/gpu.step.glm-4.5-air-2-layers.json::glm-4.5-air": ("glm4_moe",),
     "benchmarks/results/gpu.step.nemotron-3-nano-4-layers.json::nemotron-3-nano": ("nemotron_h, experts",),
     "benchmarks/results/gpu.step.deepseek-v3-2-layers.json::deepseek-v3": ("deepseek_v3",),
+    "benchmarks/results/gpu.step.nemotron-3-super-3-layers.replay.json::nemotron-3-super": ("nemotron_h, latent",),
 }
 REPLAYED = {
     "benchmarks/results/gpu.step.glm-4.5-air-2-layers.replay.json::--replay": ("glm4_moe",),
     "benchmarks/results/gpu.step.nemotron-3-nano-4-layers.replay.json::--replay": ("nemotron_h, experts",),
+    "benchmarks/results/gpu.step.deepseek-v3-2-layers.replay.json::--replay": ("deepseek_v3",),
+    "benchmarks/results/gpu.step.nemotron-3-super-3-layers.replay.json::--replay": ("nemotron_h, latent",),
 }
 ADAPTED = {"benchmarks/results/gpu.step.lora.8B.json::--lora 16": ("qwen3",)}
 SHOWN: Mapping[Device, Mapping[str, Mapping[str, tuple[str, ...]]]] = {  # by column: tests or results, and families
@@ -252,7 +255,10 @@ SHOWN: Mapping[Device, Mapping[str, Mapping[str, tuple[str, ...]]]] = {  # by co
             "benchmarks/results/gpu.refit_matrix.json::TP2 -> TP2": ("qwen3",),
             "benchmarks/results/gpu.refit_matrix.json::EP2 -> TP2": ("qwen3_moe",),
         },
-        "vllm FP8 weights": {"tests/gpu/test_quantized.py::test_a_refit_brings_what_a_folder_has": ("qwen3",)},
+        "vllm FP8 weights": {
+            "benchmarks/results/gpu.step.fp8.json::--weights fp8": ("qwen3",),
+            "tests/gpu/test_quantized.py::test_a_refit_brings_what_a_folder_has": ("qwen3",),
+        },
         "vllm FP8 cache": {
             "benchmarks/results/gpu.recipe.fp8.json::--cache fp8": ("qwen3",),
             "tests/gpu/test_cache.py::test_keys_and_values_far_above_448_are_scaled": ("qwen3",),
