@@ -90,8 +90,8 @@ def graph(
     passes = Packed(microbatch) if trainer == "megatron" else Dynamic(microbatch)  # little or no padding
     # Samples to score while others are still being sampled; 0 is all, in one turn of the GPUs or of the frozen weights.
     run = 0 if colocated else samples_per_prompt * max(4, learner_gpus)
-    # In turns nothing is scored in advance: the first update's own pass has its old logprobs.
-    prev = () if colocated else (PrevLogprobs(policy, on=learner, microbatch=passes, at_once=run),)
+    own = colocated or minibatches == 1  # nothing to score in advance: the first update's own pass has its old logprobs
+    prev = () if own else (PrevLogprobs(policy, on=learner, microbatch=passes, at_once=run),)
     return Graph(
         name="grpo",
         source=Prompts(data, batch=prompts_per_step),
@@ -109,7 +109,7 @@ def graph(
                 minibatches=minibatches,
                 microbatch=passes,
                 checkpoint_activations=RECOMPUTED[recompute],
-                prev="own" if colocated else "field",
+                prev="own" if own else "field",
             ),
             Refit(policy, source=learner, target=sampler, transport=refit_transport),
         ),
@@ -117,15 +117,16 @@ def graph(
     )
 
 
-def choices(gpus: int) -> Iterator[dict[str, object]]:
+def choices(gpus: int, prompts_per_step: int) -> Iterator[dict[str, object]]:
     """What to try for flags that are not given, if `--on` names GPUs: the fastest that fits is taken."""
+    gpus = min(gpus, 2 * prompts_per_step)  # workers divide the prompts, and may share GPUs
     each = -(-gpus // 8)  # a few ways to divide many GPUs
     powers = [2**n for n in range(gpus.bit_length())]  # they divide most batches
     apart = [(n, gpus - n) for n in range(each, gpus, each)]
     apart += [(n, max(power for power in powers if power <= gpus - n)) for n in powers[-4:] if n < gpus]
     ways: list[dict[str, object]] = [
         {"sampler_gpus": n, "learner_gpus": n, "colocated": True, "sampler_memory": share}
-        for n in dict.fromkeys((gpus, powers[-1]))
+        for n in dict.fromkeys((min(gpus, prompts_per_step), powers[-1]))
         for share in (0.85, 0.5, 0.3)
     ]
     ways += [{"sampler_gpus": n, "learner_gpus": learners, "colocated": False} for n, learners in dict.fromkeys(apart)]

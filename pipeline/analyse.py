@@ -135,15 +135,14 @@ def as_json(
 
 def _print(run: OpenedRun, found: Findings, advice: Hints | None, notes: Sequence[str], step: int | None) -> None:
     out = console.console()
-    done = max((int(line["step"]) for line in run.metrics), default=0)
-    out.print(f"{run.name}: {run.state}, {done} of {run.plan.steps} steps", markup=False)
+    out.print(f"{run.name}: {run.state}, {_done(run)} of {run.plan.steps} steps", markup=False)
     for problem in _diverged(run):
         out.print(problem, markup=False)
     steps = found.report.steps
     out.print(found.report.critical_path.sentence, markup=False)
     if steps.seconds:
         text = f"{steps.mean:.3f} s per step on average, median {steps.median:.3f} s, over {len(steps.seconds)} steps"
-        out.print(f"{text} after the first {len(steps.warm_up)}", markup=False)
+        out.print(f"{text} after the first {len(steps.warm_up)}: {steps.averaged}", markup=False)
     by_stage = found.report.critical_path.by_stage
     if step is not None:
         path = found.paths[0]
@@ -159,10 +158,17 @@ def _print(run: OpenedRun, found: Findings, advice: Hints | None, notes: Sequenc
         out.print()
         for hint in advice.hints:
             out.print(f"{hint.times:.2f} x  {hint.text}   {hint.command}", markup=False)
-        ratio = f"simulated as it was {advice.simulated_s:.3f} s per step, measured {advice.measured_s:.3f} s"
-        out.print(f"{ratio}: {advice.base}", markup=False)
+        real, same = advice.steps
+        seconds = f"simulated as it was {advice.simulated_s:.3f} s per step ({same})"
+        out.print(f"{seconds}, measured {advice.measured_s:.3f} s ({real}): {advice.base}", markup=False)
     for note in (*notes, *(advice.notes if advice else ())):
         out.print(f"note: {note}", markup=False)
+
+
+def _done(run: OpenedRun) -> int:
+    """Return how many steps have ended, by the metrics or, without them, by the record."""
+    ended = (event.step + 1 for event in run.events if isinstance(event, trace.StepEnded))
+    return max(max((int(line["step"]) for line in run.metrics), default=0), max(ended, default=0))
 
 
 def _diverged(run: OpenedRun) -> list[str]:

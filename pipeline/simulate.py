@@ -50,7 +50,7 @@ from pipeline.precedence import typed
 from pipeline.record.runs import consistent
 from pipeline.simulation.distributions import GRAMMAR
 from pipeline.simulation.durations import Durations
-from pipeline.simulation.recording import Recording, recorded, simulated
+from pipeline.simulation.recording import Recording, disagreement, recorded, simulated
 from pipeline.simulation.whatif import Changes, range_problems
 
 LEAST_CORES, MOST_CORES = 0.01, 1_000_000
@@ -127,16 +127,35 @@ def _simulate(
     seed = options.seed or 0
     changed = simulated(recording, changes, seed=seed)
     measured = analyse(recording.events, recording.plan) if recording.events else None
+    same = _as_it_was(recording, changes, seed) if measured and changes else changed[1]
+    notes = [*recording.notes, *(_comparison(measured, same, changed[1]) if measured else ())]
     if options.json:
-        found = {**_as_json(options, recording, measured, *changed), **more}
+        found = {**_as_json(options, recording, measured, *changed, notes), **more}
         print(msgspec.json.encode(found).decode())
         return 0
     columns: dict[str, Report] = {"simulated": changed[1]}
     if measured and changes:
-        columns = {"simulated as it was": simulated(recording, Changes(), seed=seed)[1], "changed": changed[1]}
+        columns = {"simulated as it was": same, "changed": changed[1]}
     columns = ({"measured": measured} if measured else {}) | columns
-    print_reports(changed[0].name, columns, recording.notes, tokens=tokens)
+    print_reports(changed[0].name, columns, notes, tokens=tokens)
     return 0
+
+
+def _as_it_was(recording: Recording, changes: Changes, seed: int) -> Report:
+    """Return the report of a record's unchanged simulation, with the given seconds of stages that did not run."""
+    ran = recording.durations.stages
+    stages = {name: text for name, text in changes.stages.items() if name not in ran}
+    return simulated(recording, Changes(stages=stages), seed=seed)[1]
+
+
+def _comparison(measured: Report, as_it_was: Report, changed: Report) -> Iterator[str]:
+    """Yield which steps the means are of, and a warning if the unchanged simulation is far from the record."""
+    steps = {"measured": measured, "simulated as it was": as_it_was, "changed": changed}
+    if as_it_was is changed:
+        steps = {"measured": measured, "simulated": changed}
+    yield f"seconds per step: {', '.join(f'{name} over {each.steps.averaged}' for name, each in steps.items())}"
+    if off := disagreement(as_it_was, measured):
+        yield f"warning: {off}, so this record foretells no change"
 
 
 def _loaded(
@@ -279,6 +298,7 @@ def _as_json(
     measured: Report | None,
     planned: Plan,
     report: Report,
+    notes: Sequence[str],
 ) -> dict[str, Any]:
     return {
         "run": options.run,
@@ -291,7 +311,7 @@ def _as_json(
         "cores": recording.cores,
         **summary(report),
         "measured": summary(measured) if measured else None,
-        "notes": recording.notes,
+        "notes": notes,
     }
 
 

@@ -23,6 +23,7 @@ from pipeline.errors import Problem, shown
 from stages import images
 from stages.backends import Generation, Sampling, backend_problems, engine, model_problems
 from stages.forecast import vllm
+from stages.model_shape import length_problems
 from stages.reward import function_problems
 from stages.scoring import AsyncCalls, RewardFunction, Scorer, fields_of, name_of, where_of
 from stages.sources import Dataset
@@ -91,6 +92,7 @@ class Evaluate(Stage):
         yield from backend_problems(self.on, self, "sample")
         yield from model_problems(self.model)
         yield from broken(_RULES, self, where=where, says=f"stage {self.name!r} has {{}}")
+        yield from length_problems(self.model, self.max_tokens, where, f"stage {self.name!r}")
         yield from self._reward_problems(where)
         if isinstance(self.source, Generated):
             if self.source.held_out == 0:

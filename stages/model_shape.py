@@ -154,6 +154,35 @@ def _turned(config: Mapping[str, Any]) -> int:
     return config.get("qk_rope_head_dim" if family == "deepseek_v3" else "head_dim") or derived
 
 
+def positions(config: Mapping[str, Any]) -> int | None:
+    """Return the most tokens of a prompt and its response; None if the config does not say.
+
+    YaRN stretches the positions of its original model, linear and dynamic scaling those of the config, as in vLLM
+    (vllm/config/model.py, `_get_and_verify_max_len`).
+    """
+    text = config.get("text_config") or config
+    most: Any = text.get("max_position_embeddings")
+    if not is_whole(most, 1):
+        return None
+    rope = rope_settings(text)
+    kind, factor = rope.get("rope_type", rope.get("type")), rope.get("factor")
+    if kind in ("yarn", "linear", "dynamic") and isinstance(factor, int | float):
+        most = max(most, int(factor * (rope.get("original_max_position_embeddings") or most)))
+    return int(most)
+
+
+def length_problems(model: Model, max_tokens: Any, where: str, says: str) -> Iterator[Problem]:
+    """Yield a problem if a prompt of one token and a response of `max_tokens` are longer than the model allows."""
+    most = positions(known_config(model))
+    if most is not None and is_whole(max_tokens, 1) and max_tokens >= most:
+        yield Problem(
+            where=where,
+            what=f"{says} has max_tokens={max_tokens}, and a prompt and its response have at most {most:,} tokens",
+            why=f"the config of model {model.source!r} says so (max_position_embeddings)",
+            fix=f"max_tokens={most // 2}, which leaves as much for the prompt",
+        )
+
+
 def rope_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The rotary settings, with a `rope_theta` and a `rope_type`. Older configs spread them over several keys."""
     given = config.get("rope_parameters") or config.get("rope_scaling") or {}

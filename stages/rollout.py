@@ -32,6 +32,7 @@ from stages.backends import (
     samples_of,
 )
 from stages.forecast import vllm
+from stages.model_shape import length_problems
 from stages.routes import of_replay, replays
 from stages.tasks import alphabet_problems
 from stages.vocabulary import (
@@ -127,6 +128,7 @@ class Rollout(Stage):
         yield from model_problems(self.model)
         yield from alphabet_problems(getattr(graph.source, "source", None), self.model, str(self.model.location))
         yield from broken(_RULES, self, where=str(self.location), says=f"stage {self.name!r} has {{}}")
+        yield from length_problems(self.model, self.max_tokens, str(self.location), f"stage {self.name!r}")
         yield from images.unseen_problems(self.model, graph)
 
     def setup(self, context: StageContext) -> Callable[[Columns, Task], AsyncGenerator[Output, None]]:

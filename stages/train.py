@@ -163,7 +163,7 @@ class Train(Stage):
         yield from model_problems(self.model)
         yield from scoring_problems(self, graph, self.temperature, self.microbatch)
         yield from self._loss_problems()
-        for what, legal, why, fix in self._ranges(max(graph.batch, 1)):
+        for what, legal, why, fix in self._ranges(graph):
             if not legal:
                 yield Problem(where=str(self.location), what=f"stage {self.name!r} has {what}", why=why, fix=fix)
         if is_whole(self.minibatches, 1):
@@ -214,7 +214,7 @@ class Train(Stage):
                 else f"a number of samples that {replicas} divides, or microbatch=Packed(tokens=...)",
             )
 
-    def _ranges(self, batch: int) -> Iterable[tuple[str, bool, str, str]]:
+    def _ranges(self, graph: Graph) -> Iterable[tuple[str, bool, str, str]]:
         """(what, whether it is legal, why, fix) for each parameter."""
         legal = is_number(self.lr) and self.lr >= 0
         yield f"lr={self.lr!r}", legal, "the learning rate must be a number, 0 or more", "lr=1e-6"
@@ -242,8 +242,10 @@ class Train(Stage):
         legal = legal and all(is_number(beta) and 0 <= beta < 1 for beta in betas)
         yield f"betas={betas!r}", legal, "betas must be two numbers, at least 0 and below 1", "betas=(0.9, 0.999)"
         yield f"eps={self.eps!r}", is_number(self.eps) and self.eps > 0, "eps must be a number above 0", "eps=1e-8"
+        batch = graph.batch
+        is_wrong = getattr(graph.source, "batch", batch) != batch  # which is reported for the source
         what = f"minibatches={self.minibatches!r} for {batch} groups per batch"
-        legal = is_whole(self.minibatches, 1) and batch % self.minibatches == 0
+        legal = is_whole(self.minibatches, 1) and (is_wrong or batch % self.minibatches == 0)
         near = int(self.minibatches) if is_number(self.minibatches) else 1
         fix = "minibatches=" + " or ".join(str(number) for number in _divisors(batch, near=near))
         yield what, legal, "minibatches must be equal runs of whole groups", fix

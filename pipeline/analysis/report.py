@@ -29,10 +29,24 @@ class StepSeconds(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds from one published version to the next, in step order.
 
     The first steps (`warm_up`) pay for late loading and compilation and fill the pipeline; the rest are in `seconds`.
+    `last` is the number of the last one, counted from 1.
     """
 
     warm_up: tuple[float, ...]
     seconds: tuple[float, ...]
+    last: int = 0
+
+    @property
+    def first(self) -> int:
+        """The number of the first step after warm-up, counted from 1."""
+        return self.last - len(self.seconds) + 1
+
+    @property
+    def averaged(self) -> str:
+        """The steps of the mean and the median, in words."""
+        if len(self.seconds) < 2:
+            return f"step {self.last}" if self.seconds else "no step"
+        return f"steps {self.first} to {self.last}"
 
     @property
     def mean(self) -> float:
@@ -106,7 +120,7 @@ def report(plan: Plan, tasks: Tasks, *, warm_up: int | None = None, waits: Waits
     seconds = tuple(b - a for a, b in pairwise(ends))
     start_s, end_s = (ends[skip], ends[-1]) if count > 0 else (0.0, 0.0)
     return Report(
-        steps=StepSeconds(warm_up=seconds[:skip], seconds=seconds[skip:]),
+        steps=StepSeconds(warm_up=seconds[:skip], seconds=seconds[skip:], last=steps[-1][1] + 1 if count > 0 else 0),
         utilisation=utilisation(plan, tasks, start_s, end_s),
         cores=_cores(tasks, start_s, end_s),
         staleness=staleness(plan, tasks),
@@ -234,6 +248,7 @@ def summary(report: Report) -> dict[str, Any]:
         "step_s": report.steps.mean,
         "step_median_s": report.steps.median,
         "warm_up_s": report.steps.warm_up,
+        "averaged_steps": [report.steps.first, report.steps.last] if report.steps.seconds else [],
         "utilisation": report.utilisation,
         "busy_cores": report.cores,
         "staleness": msgspec.to_builtins(report.staleness, str_keys=True),

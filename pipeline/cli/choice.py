@@ -6,11 +6,14 @@ A graph file may have a function beside graph(), which yields values of graph()'
         for rows in (8192, 16384):
             yield {"microbatch": rows, "colocated": gpus == 1}
 
-A flag that is given is never changed.
+Further parameters of choices() are those of graph() with these names, and get their values: as they are given, or their
+defaults. A flag that is given is never changed. A choice that cannot be faster than one before it is not simulated: it
+is known to need that many seconds at least.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
 import shlex
 import sys
@@ -25,17 +28,20 @@ from msgspec.structs import replace
 from pipeline.cli import console
 from pipeline.cli.flags import spelled
 from pipeline.cli.foretold import memory_summary, unknown_times
-from pipeline.cli.load import GraphFile
+from pipeline.cli.load import GraphFile, doing
 from pipeline.errors import CALLED, GraphError, Problem, SluiceError, is_users, message_of, shown
+from pipeline.foretell.bounds import least_s
 from pipeline.foretell.forecast import Forecast, forecast
 from pipeline.foretell.gpu import Gpus
-from pipeline.foretell.loads import Assumed
+from pipeline.foretell.loads import Assumed, check_samples
 from pipeline.foretell.memory import gib
+from pipeline.plan.plan import Plan
 from pipeline.simulation.recording import simulated
 from pipeline.simulation.whatif import Changes
 
 MOST = 500  # choices
 STEPS = 4  # simulated per choice, after the first ones, which fill the pipeline
+ALIKE = 2  # simulated if no step begins before the one before it has ended, and all take equally long
 SLOW_S = 5.0  # until the command says what it does
 GAIN = 0.01  # by which a later choice must be faster
 REASON = 60  # characters
@@ -49,13 +55,14 @@ class TooLargeError(GraphError):
 @dataclass(frozen=True, kw_only=True)
 class Tried:
     """One choice: the values that it sets, and the seconds and tokens/s of a step and the bytes in use of the fullest
-    GPU; or why it cannot be."""
+    GPU; or why it cannot be. `is_slower`: these are the least seconds and the most tokens/s, and enough to leave it."""
 
     values: Mapping[str, Any]
     step_s: float = 0.0
     tokens_per_s: float = 0.0
     peak_bytes: float = 0.0
     why: str = ""
+    is_slower: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,27 +88,29 @@ def choose(
     tried: list[Tried] = []
     seen: set[str] = set()
     errors: list[SluiceError] = []
-    choices, begun_s, reported = _choices(file, gpus.count), time.monotonic(), False
-    for number, wanted in enumerate(choices):
-        if not reported and time.monotonic() - begun_s > SLOW_S:
-            said = f"foretelling {len(choices)} choices of flags for {gpus.name}:{gpus.count}"
-            print(f"{said}; {number} took {SLOW_S:g} s", file=sys.stderr, flush=True)
-            reported = True
-        open_values = {name: value for name, value in wanted.items() if name not in given}
-        if (written := repr(open_values)) in seen:
-            continue
-        seen.add(written)
-        try:
-            tried.append(_tried(file, {**values, **open_values}, open_values, gpus, assumed, changes))
-        except SluiceError as error:
-            errors.append(error)
-            tried.append(Tried(values=open_values, why=_short(error.problems[0].what)))
+    best: Tried | None = None
+    choices, begun_s, reported = _choices(file, gpus.count, values), time.monotonic(), False
+    said = f"comparing {len(choices)} choices for {gpus.name}:{gpus.count}"
+    with doing(said):
+        for number, wanted in enumerate(choices):
+            if not reported and time.monotonic() - begun_s > SLOW_S:
+                print(f"{said}; {number} took {SLOW_S:g} s", file=sys.stderr, flush=True)
+                reported = True
+            open_values = {name: value for name, value in wanted.items() if name not in given}
+            if (written := repr(open_values)) in seen:
+                continue
+            seen.add(written)
+            below_s = math.inf if best is None else best.step_s
+            try:
+                one = _tried(file, {**values, **open_values}, open_values, gpus, assumed, changes, below_s)
+            except SluiceError as error:
+                errors.append(error)
+                one = Tried(values=open_values, why=_short(error.problems[0].what))
+            tried.append(one)
+            if not one.why and not one.is_slower and (best is None or one.step_s * (1 + GAIN) < best.step_s):
+                best = one
     if not tried:
         return Chosen(values=dict(values))
-    best: Tried | None = None
-    for one in tried:
-        if not one.why and (best is None or one.step_s * (1 + GAIN) < best.step_s):
-            best = one
     if best is None:
         too_large = (error for error in errors if isinstance(error, TooLargeError))
         raise next(too_large, min(errors, key=lambda error: len(error.problems)))
@@ -112,14 +121,15 @@ def _short(text: str) -> str:
     return text if len(text) <= REASON else f"{text[: REASON - 3]}..."
 
 
-def _choices(file: GraphFile, gpus: int) -> list[Mapping[str, Any]]:
+def _choices(file: GraphFile, gpus: int, values: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Return what the function choices() beside graph() yields; nothing without one."""
-    function: Callable[[int], Any] | None = file.beside("choices")
+    function: Callable[..., Any] | None = file.beside("choices")
     if function is None:
         return []
     names = {flag.name for flag in file.flags}
     try:
-        yielded = function(gpus)
+        _, *further = inspect.signature(function).parameters
+        yielded = function(gpus, **{name: values[name] for name in further if name in values})
         found = list(islice(yielded, MOST + 1)) if isinstance(yielded, Iterable) else None
     except CALLED as error:
         if not is_users(error):
@@ -151,10 +161,13 @@ def _tried(
     gpus: Gpus,
     assumed: Assumed,
     changes: Changes,
+    below_s: float,
 ) -> Tried:
+    """Return what is foretold of one choice; without a simulation if its steps cannot take less than `below_s`."""
     from pipeline.plan.planner import plan  # loads networkx, which a recorded run does not need
 
     graph = file.build(values)
+    check_samples(graph)
     planned, _ = plan(graph, gpus=gpus.count)
     made: Forecast = forecast(graph, planned, gpus.gpu, assumed)
     if made.problems:
@@ -162,9 +175,24 @@ def _tried(
     peak_bytes = max((one.peak_bytes for one in made.memory.values()), default=0.0)
     if any(unknown_times(graph, made, gpus, changes.stages)):
         return Tried(values=open_values, step_s=math.inf, peak_bytes=peak_bytes)
-    short = replace(changes, steps=STEPS + planned.ahead)
-    step_s = simulated(made.recording, short)[1].steps.mean
-    return Tried(values=open_values, step_s=step_s, tokens_per_s=made.tokens / step_s, peak_bytes=peak_bytes)
+    changed = changes.applied(planned, made.recording.durations)
+    step_s = least_s(*changed)
+    is_slower = step_s * (1 + GAIN) >= below_s
+    if not is_slower:
+        steps = ALIKE if not changes.stages and _alike(changed[0]) else STEPS + planned.ahead
+        step_s = simulated(made.recording, replace(changes, steps=steps))[1].steps.mean
+    return Tried(
+        values=open_values,
+        step_s=step_s,
+        tokens_per_s=made.tokens / step_s,
+        peak_bytes=peak_bytes,
+        is_slower=is_slower,
+    )
+
+
+def _alike(planned: Plan) -> bool:
+    """Return whether all steps do the same, one after the other."""
+    return not planned.ahead and not planned.max_staleness and all(stage.every == 1 for stage in planned.stages)
 
 
 def print_choice(choice: Chosen, gpus: Gpus, *, whole: bool) -> None:
@@ -180,7 +208,8 @@ def print_choice(choice: Chosen, gpus: Gpus, *, whole: bool) -> None:
         table = Table("tried", "s/step", "tokens/s", "fullest GPU", box=None, padding=(0, 2, 0, 0))
         for one in choice.tried:
             words = worded({name: one.values[name] for name in differ if name in one.values})
-            speed = (f"{one.step_s:.2f}", f"{one.tokens_per_s:,.0f}") if one.tokens_per_s else ("-", "-")
+            more, less = (">", "<") if one.is_slower else ("", "")
+            speed = (f"{more}{one.step_s:.2f}", f"{less}{one.tokens_per_s:,.0f}") if one.tokens_per_s else ("-", "-")
             table.add_row(words, *speed, one.why or gib(one.peak_bytes), style="bold" if one is choice.best else None)
         console.console().print(table)
     print(f"chosen for {gpus.name}:{gpus.count} (flags that are given stay): {worded(choice.best.values)}", flush=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import re
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -20,13 +21,33 @@ WHEN = {
     "moved": "on the host in other turns", "dropped": "freed in other turns", "spare": "given up if needed",
     "always": "", "task": "",
 }  # fmt: skip
-WORDS = {"prompt": r"[1-9]\d{0,8}", "mean": r"[1-9]\d{0,8}", "kernels": "fused|plain"}  # what may be assumed
+TOKENS, KERNELS = r"[1-9]\d{0,8}", ("fused", "plain")
+WORDS = {"prompt": TOKENS, "mean": TOKENS, "kernels": "|".join(KERNELS)}  # what may be assumed
+EXAMPLES = {"prompt": str(PROMPT), "mean": "400", "kernels": KERNELS[1]}
+
+
+class GivenOnce(argparse.Action):
+    """A flag that is given once at most: the last of two would count, and nobody would know."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option: str | None = None) -> None:
+        if (before := getattr(namespace, self.dest, None)) is not None:
+            raise GraphError(
+                Problem(
+                    where=f"{option} {values}",
+                    what=f"{option} {before} is given too",
+                    why="a graph is foretold for GPUs of one kind",
+                    fix=f"leave out one of the two; {option} {known()[-1]}:8 names 8 GPUs",
+                )
+            )
+        setattr(namespace, self.dest, values)
 
 
 def add_on(parser: Any) -> None:
     """Add the flag that names GPUs."""
     kinds = " or ".join(known())
-    parser.add_argument("--on", metavar="GPU:N", help=f"foretell memory, and check it, for N GPUs: {kinds}")
+    parser.add_argument(
+        "--on", action=GivenOnce, metavar="GPU:N", help=f"foretell memory, and check it, for N GPUs: {kinds}"
+    )
 
 
 def add_assumptions(parser: argparse.ArgumentParser) -> None:
@@ -45,19 +66,39 @@ def gpus_of(options: argparse.Namespace) -> Gpus | None:
 
 
 def _odd(options: argparse.Namespace) -> Iterator[Problem]:
+    seen: dict[str, str] = {}
     for text in options.assume:
         name, _, value = text.partition("=")
         if not re.fullmatch(WORDS.get(name, "(?!)"), value):
-            yield Problem(
-                where=f"--assume {text}",
-                what="it is no assumption",
-                why="prompt and mean are numbers of tokens, and kernels are fused or plain",
-                fix="--assume mean=400",
-            )
+            yield _no_assumption(text, name, value)
+        elif name in seen:
+            what, why = f"--assume {seen[name]} is given too", "each is assumed once"
+            yield Problem(where=f"--assume {text}", what=what, why=why, fix="leave out one of the two")
         elif not options.on:
             why = "it says what a run on named GPUs is taken to do"
             fix = f"--on {known()[-1]}:1, or leave it out"
             yield Problem(where=f"--assume {text}", what="there is no --on", why=why, fix=fix)
+        seen[name] = text
+
+
+def _no_assumption(text: str, name: str, value: str) -> Problem:
+    """Return the problem of an assumption with an unknown name, or a value that its name does not take."""
+    if name not in WORDS:
+        near = difflib.get_close_matches(name, WORDS, n=1)
+        return Problem(
+            where=f"--assume {text}",
+            what=f"there is no assumption {name!r}",
+            why="prompt and mean are numbers of tokens, and kernels are fused or plain",
+            fix=f"--assume {near[0]}={EXAMPLES[near[0]]}"
+            if near
+            else " or ".join(f"--assume {known_name}={example}" for known_name, example in EXAMPLES.items()),
+        )
+    return Problem(
+        where=f"--assume {text}",
+        what=f"{value!r} is no value of {name}" if value else f"{name} has no value",
+        why="kernels are fused or plain" if name == "kernels" else "it is a number of tokens, 1 to 999,999,999",
+        fix=" or ".join(f"--assume {name}={word}" for word in (KERNELS if name == "kernels" else [EXAMPLES[name]])),
+    )
 
 
 def assumed_in(options: argparse.Namespace) -> Assumed:
@@ -124,7 +165,8 @@ def _parts(one: GroupMemory) -> list[tuple[str, str, str]]:
     in_turns = one.beside_bytes > 0
     rows = [(part.name, part.size_bytes, WHEN[part.when] if in_turns else "") for part in one.held]
     rows += [("kept by the groups beside it", one.beside_bytes, "")] if in_turns else []
-    rows += [("and kept because there is room", one.spared_bytes, "")] if one.spared_bytes else []
+    kept = one.spared_bytes + one.cached_bytes
+    rows += [("and kept because there is room", kept, "")] if kept else []
     rows += [(part.name, part.size_bytes, f"in {one.largest}") for part in one.passing.get(one.largest, ())]
     fits = one.fits.get(one.largest)
     rows += [("at most", one.peak_bytes, f"up to {fits}" if fits else "")]
@@ -139,7 +181,7 @@ def memory_summary(made: Forecast) -> dict[str, Any]:
         name: {
             "held": {part.name: round(part.size_bytes) for part in one.held},
             "beside": round(one.beside_bytes),
-            "spared": round(one.spared_bytes),
+            "spared": round(one.spared_bytes + one.cached_bytes),
             "tasks": {stage: sum(round(part.size_bytes) for part in parts) for stage, parts in one.passing.items()},
             "peak": round(one.peak_bytes),
             "unknown": list(one.unknown),

@@ -25,6 +25,7 @@ from pipeline.precedence import hidden, search_last, typed
 
 LOAD_S = 1800.0  # for a graph's file, its graph() and the checks
 NOTICE_S = 20.0  # until it is said what takes so long
+_doing: list[str] = []  # what is done with the graph, if not declaring it
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,8 @@ def in_time(path: Path) -> Iterator[None]:
 
     def say(main: int) -> None:
         line = line_of_frame(sys._current_frames().get(main)) or path
-        print(f"still declaring the graph: {line}; it may take {LOAD_S:g} s", file=sys.stderr, flush=True)
+        said = _doing[-1] if _doing else f"declaring the graph: {line}"
+        print(f"still {said}; it may take {LOAD_S:g} s", file=sys.stderr, flush=True)
 
     watchdog, notice = Watchdog(LOAD_S, lambda: None), Timer(NOTICE_S, say, [get_ident()])
     notice.daemon = True
@@ -103,6 +105,16 @@ def in_time(path: Path) -> Iterator[None]:
             yield
     finally:
         notice.cancel()
+
+
+@contextmanager
+def doing(said: str) -> Iterator[None]:
+    """Let `in_time` say that this is done, where it would say that the graph is declared."""
+    _doing.append(said)
+    try:
+        yield
+    finally:
+        _doing.pop()
 
 
 def load(path: Path) -> GraphFile:

@@ -48,6 +48,7 @@ class ForetoldTimes:
         self._stage, self._group, self._lengths, self._gpu, self._room_bytes = stage, group, lengths, gpu, room_bytes
         self._speed = 1.0
         self._found: dict[tuple[int, ...], Sequence[GpuWork] | Decoding | None] = {}
+        self._streamed: dict[tuple[int, ...], StreamWork] = {}
 
     @property
     def is_known(self) -> bool:
@@ -67,10 +68,13 @@ class ForetoldTimes:
 
     def stream(self, task: Task, *, group_size: int, seed: int) -> StreamWork:
         """Return the work of a stream: each group is finished with its longest response."""
-        found, lengths = self._work_of(task.groups, 1), [self._lengths.of(group) for group in task.groups]
-        longest = tuple(max(each) for each in lengths)
-        parts = [StreamPart(end_s, 0.0, (i,)) for i, end_s in enumerate(self._ends_s(found, lengths))]
-        return StreamWork(merged(parts), 1.0, longest)
+        key = tuple(group % self._lengths.batch for group in task.groups)
+        if key not in self._streamed:
+            found, lengths = self._work_of(task.groups, 1), [self._lengths.of(group) for group in task.groups]
+            longest = tuple(max(each) for each in lengths)
+            parts = [StreamPart(end_s, 0.0, (i,)) for i, end_s in enumerate(self._ends_s(found, lengths))]
+            self._streamed[key] = StreamWork(merged(parts), 1.0, longest)
+        return self._streamed[key]
 
     def _ends_s(self, work: Sequence[GpuWork] | Decoding | None, groups: Sequence[Sequence[int]]) -> list[float]:
         """Return when each group of responses is finished, or the end of work that is not decoding, once per group."""

@@ -59,15 +59,25 @@ def table(name: str) -> Gpu:
 
 
 def asked(text: str) -> Gpus:
-    """Return the GPUs of a text such as "h200:2", or "h200" for one. Raises GraphError if it names no known kind."""
+    """Return the GPUs of a text such as "h200:2", or "h200" for one. Raises GraphError if it names no known kind, or
+    no number of GPUs."""
     name, colon, count = text.lower().partition(":")
-    if name not in known() or (colon and not re.fullmatch(r"[1-9]\d*", count)) or int(count or 1) > MOST:
+    if name in known() and colon and (not re.fullmatch(r"[1-9]\d{0,8}", count) or int(count) > MOST):
+        raise GraphError(
+            Problem(
+                where=f"--on {text}",
+                what=f"{count!r} is no number of GPUs" if count else "the number of GPUs is missing",
+                why=f"it is a whole number, 1 to {MOST:,}",
+                fix=f"--on {name}:{MOST if re.fullmatch(r'[1-9][0-9]*', count) else 1}",
+            )
+        )
+    if name not in known():
         raise GraphError(
             Problem(
                 where=f"--on {text}",
                 what="it names no GPUs that were measured",
                 why=f"time and memory are foretold from measurements, of {' and '.join(known())}",
-                fix=f"--on {name if name in known() else known()[-1]}:1",
+                fix=f"--on {known()[-1]}:1",
             )
         )
     return Gpus(name=name, count=int(count or 1), gpu=table(name))

@@ -15,6 +15,7 @@ from pipeline.foretell.gpu import Gpu
 from pipeline.simulation.durations import GOLDEN
 
 PROMPT = 256  # tokens
+MOST_SAMPLES = 100_000  # per step: each one is divided over GPUs, and simulated
 
 
 class Assumed(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,14 +29,29 @@ class Assumed(msgspec.Struct, frozen=True, kw_only=True):
     kernels: str = "fused"
 
 
+def check_samples(graph: Graph) -> None:
+    """Raise GraphError if a step has more samples than can be foretold in a reasonable time."""
+    samples = graph.batch * graph.group_size
+    if samples > MOST_SAMPLES:
+        raise GraphError(
+            Problem(
+                where=str(graph.source.location),
+                what=f"a step has {samples:,} samples: {graph.batch:,} groups of {graph.group_size}",
+                why=f"time and memory are foretold for at most {MOST_SAMPLES:,}",
+                fix="fewer groups per batch or samples per group, or no --on",
+            )
+        )
+
+
 class AssumedLengths:
-    """The lengths of a graph's responses, the same in every step. Raises GraphError if no stage says how long a
-    response may become, or the mean is longer.
+    """The lengths of a graph's responses, the same in every step. Raises GraphError if a step has too many samples, no
+    stage says how long a response may become, or the mean is longer.
 
     With a mean they are spread evenly around it, as far as 1 and the longest allow.
     """
 
     def __init__(self, graph: Graph, assumed: Assumed) -> None:
+        check_samples(graph)
         self._stages = stages = graph.all_stages()
         field = stamps_of(stages)
         bounds = {dim: most for stage in stages for dim, most in bounds_of(stage).items()}
@@ -55,11 +71,15 @@ class AssumedLengths:
             )
         self._low = max(1, 2 * mean - self.longest)
         self._range = 2 * (mean - self._low)
+        self._found: dict[int, list[int]] = {}
 
     def of(self, group: int) -> list[int]:
         """Return the tokens of each response of a group."""
-        first = group % self.batch * self.group_size
-        return [self._low + round(self._range * (GOLDEN * (first + i) % 1.0)) for i in range(self.group_size)]
+        number = group % self.batch
+        if number not in self._found:
+            places = range(number * self.group_size, (number + 1) * self.group_size)
+            self._found[number] = [self._low + round(self._range * (GOLDEN * place % 1.0)) for place in places]
+        return self._found[number]
 
     def load(
         self, group: WorkerGroup, groups: Sequence[int], gpu: Gpu, *, room_bytes: float | None = None, ranks: int = 0

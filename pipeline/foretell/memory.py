@@ -27,6 +27,7 @@ class GroupMemory(msgspec.Struct, frozen=True, kw_only=True):
     gpu_bytes     of the GPU
     beside_bytes  what groups on the same GPUs keep meanwhile
     spared_bytes  what they could move to the host, and keep too because there is room
+    cached_bytes  what they have dropped, and their allocator keeps because there is room
     fits          what to write so that a stage's tasks fit on the GPU, by stage
     unknown       stages whose memory is not known
     """
@@ -37,13 +38,19 @@ class GroupMemory(msgspec.Struct, frozen=True, kw_only=True):
     gpu_bytes: float
     beside_bytes: float = 0.0
     spared_bytes: float = 0.0
+    cached_bytes: float = 0.0
     fits: Mapping[str, str] = {}
     unknown: Sequence[str] = ()
 
     @property
     def movable_bytes(self) -> float:
         """What moves to the host, as far as others need the room."""
-        return _sum(part for part in self.held if part.when == "moved")
+        return self._held_bytes("moved")
+
+    @property
+    def dropped_bytes(self) -> float:
+        """What is freed while others have the GPU."""
+        return self._held_bytes("dropped")
 
     @property
     def largest(self) -> str:
@@ -53,7 +60,7 @@ class GroupMemory(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def before_bytes(self) -> float:
         """Bytes in use on a GPU in this group's turn, before a task runs."""
-        return self.taken_bytes("") + self.spared_bytes
+        return self.taken_bytes("") + self.spared_bytes + self.cached_bytes
 
     @property
     def needed_bytes(self) -> float:
@@ -65,6 +72,9 @@ class GroupMemory(msgspec.Struct, frozen=True, kw_only=True):
         """The most bytes in use on a GPU in this group's turn."""
         whole = self.before_bytes + max(map(_sum, self.passing.values()), default=0.0)
         return max(self.needed_bytes, min(whole, USABLE * self.gpu_bytes))
+
+    def _held_bytes(self, when: str) -> float:
+        return _sum(part for part in self.held if part.when == when)
 
     def taken_bytes(self, stage: str) -> float:
         """The bytes without which the tasks of a stage do not run; of "", those between tasks."""
@@ -91,9 +101,12 @@ def memory(graph: Graph, lengths: AssumedLengths, gpu: Gpu) -> dict[str, GroupMe
         one = msgspec.structs.replace(_group(graph, load), beside_bytes=beside)
         room = USABLE * gpu.memory_bytes - one.before_bytes
         fits = {stage.name: fitting_of(stage, load, room) for stage in graph.all_stages() if stage.name in one.passing}
-        movable = partners[0].movable_bytes if group.leads and len(partners) == 1 else 0.0
-        spared = max(0.0, min(movable, USABLE * gpu.memory_bytes - one.needed_bytes))
-        found[name] = msgspec.structs.replace(one, fits=fits, spared_bytes=spared)
+        kept = {}
+        if group.leads and len(partners) == 1:
+            free = max(0.0, USABLE * gpu.memory_bytes - one.needed_bytes)
+            kept["spared_bytes"] = min(partners[0].movable_bytes, free)
+            kept["cached_bytes"] = min(partners[0].dropped_bytes, free - kept["spared_bytes"])
+        found[name] = msgspec.structs.replace(one, fits=fits, **kept)
     return found
 
 

@@ -173,6 +173,7 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True):
     drop_reason    the reason that it gives
     turn_s         until a worker group has the memory of GPUs that it shares, by group
     again_s        seconds in which a sampler computes a token of a running sample again after new weights, on a GPU
+    room           samples that a worker's streams compute at a time, by group; no entry if it takes all
     spread         maximum extra time of a target worker in a transfer, as a fraction of the quickest worker's time
     """
 
@@ -185,6 +186,7 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True):
     drop_reason: str = "dropped"
     turn_s: Mapping[str, float] = {}
     again_s: float = 0.0
+    room: Mapping[str, int] = {}
     spread: float = 0.0
 
 

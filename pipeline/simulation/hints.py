@@ -23,7 +23,7 @@ from pipeline.errors import SluiceError
 from pipeline.plan.plan import ADDED, PlacedGroup, Plan
 from pipeline.precedence import typed
 from pipeline.record.history import Tasks
-from pipeline.simulation.recording import Recording, simulated
+from pipeline.simulation.recording import Recording, disagreement, simulated
 from pipeline.simulation.whatif import Changes
 
 TASKS = 10_000  # approximate number of tasks simulated over all changes
@@ -46,13 +46,15 @@ class Hint(msgspec.Struct, frozen=True, kw_only=True):
 
 class Hints(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds per step, `measured_s` in the run and `simulated_s` in its unchanged simulation (the command `base`).
-    `hints` is empty if no change gains enough or nothing can be simulated; `notes` has the reasons."""
+    `hints` is empty if no change gains enough, nothing can be simulated, or the unchanged simulation is too far from
+    the run; `notes` has the reasons. `steps` are those that the two means are of."""
 
     measured_s: float
     simulated_s: float
     base: str
     hints: tuple[Hint, ...]
     notes: tuple[str, ...]
+    steps: tuple[str, str] = ("", "")
 
 
 def hints(recording: Recording, run: Path, *, measured: Report | None = None) -> Hints:
@@ -66,9 +68,12 @@ def hints(recording: Recording, run: Path, *, measured: Report | None = None) ->
     if absent:
         notes.append(f"{', '.join(absent)} has not run yet: assumed to take no time")
     base = Changes(steps=steps, stages=dict.fromkeys(absent, "0"))
-    as_it_was = simulated(recording, base)[1].steps.mean
+    unchanged = simulated(recording, base)[1]
+    as_it_was, off = unchanged.steps.mean, disagreement(unchanged, measured)
+    if off:
+        notes.insert(0, f"warning: {off}, so there are no hints")
     found = []
-    for text, flags, change in _changes(recording, measured):
+    for text, flags, change in () if off else _changes(recording, measured):
         try:
             step_s = simulated(recording, msgspec.structs.replace(change, steps=steps, stages=base.stages))[
                 1
@@ -84,6 +89,7 @@ def hints(recording: Recording, run: Path, *, measured: Report | None = None) ->
         base=_command(run, common),
         hints=tuple(sorted(_worth(found), key=lambda hint: -hint.times)),
         notes=tuple(notes),
+        steps=(measured.steps.averaged, unchanged.steps.averaged),
     )
 
 

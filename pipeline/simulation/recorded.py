@@ -4,15 +4,16 @@
 
 Each stage's seconds are fitted as fixed + per sample (+ per token if that explains clearly more), with no negative
 coefficient; the ratios of single tasks to the fit are kept. For streams, the time at which each group finished is kept
-too. The first step is left out, because it includes loading and compilation. A synchronous run is the best record: if
-tasks contended while they were recorded, the contention counts as their own time.
+too. Streams that ran in a process at the same time are given equal parts of it, since the simulator shares it equally
+(`pipeline.simulation.shares`). The first step is left out, because it includes loading and compilation. A synchronous
+run is the best record: if tasks of different processes contended while they were recorded, the contention counts as
+their own time.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 
 from pipeline.plan.plan import Plan, PlannedStage
@@ -20,6 +21,7 @@ from pipeline.record import trace
 from pipeline.record.history import Tasks
 from pipeline.simulation.durations import Came, Costs, Durations, LinearFit, Recorded, StageTimes
 from pipeline.simulation.least_squares import non_negative
+from pipeline.simulation.shares import RecordedStreams, first_end_s, free_seconds
 
 TOKENS_PAY = 0.8  # a fit by tokens is used if it leaves less than this fraction of the squared error,
 WORTH = 0.01  # and if the relative error without tokens is above this
@@ -30,6 +32,7 @@ def fitted(
 ) -> tuple[Durations, list[str]]:
     """Return the durations of every stage that ran, and notes on what the record lacks. `plan` is the run's own."""
     tasks = Tasks(events)
+    streams = RecordedStreams(plan, tasks)
     stages: dict[str, StageTimes] = {}
     proportional: dict[int, list[str]] = defaultdict(list)  # samples per task -> stages that ran at this size only
     for stage in plan.stages:
@@ -39,20 +42,20 @@ def fitted(
         ran = tasks.of(stage.name)
         if not ran:
             continue
-        fit = _stream if stage.shape == "stream" else _map
-        stages[stage.name], sizes = fit(plan, stage, tasks, ran, cores)
+        if stage.shape == "stream":
+            stages[stage.name], sizes = _stream(plan, stage, tasks, ran, cores, streams)
+        else:
+            stages[stage.name], sizes = _map(plan, stage, tasks, ran)
         if len(sizes) == 1 and stage.path and max(sizes):
             proportional[max(sizes)].append(stage.name)
     notes = [
         f"{', '.join(names)} only ran on {samples} samples: other sizes are assumed to scale in proportion"
         for samples, names in proportional.items()
     ]
-    return Durations(stages, _costs(plan, tasks)), notes
+    return Durations(stages, _costs(plan, tasks, streams.room)), notes
 
 
-def _map(
-    plan: Plan, stage: PlannedStage, tasks: Tasks, ran: Sequence[trace.Submitted], cores: float | None
-) -> tuple[Recorded, set[int]]:
+def _map(plan: Plan, stage: PlannedStage, tasks: Tasks, ran: Sequence[trace.Submitted]) -> tuple[Recorded, set[int]]:
     points = []
     cpu_s = took_s = 0.0
     for task in ran:
@@ -71,18 +74,18 @@ def _map(
 
 
 def _stream(
-    plan: Plan, stage: PlannedStage, tasks: Tasks, ran: Sequence[trace.Submitted], cores: float | None
+    plan: Plan,
+    stage: PlannedStage,
+    tasks: Tasks,
+    ran: Sequence[trace.Submitted],
+    cores: float | None,
+    streams: RecordedStreams,
 ) -> tuple[Recorded, set[int]]:
     group = next(group for group in plan.groups if group.name == stage.groups[0])
-    busy = _busy(plan, tasks)
     spans = {task.task: tasks.ran[task.task][0] for task in ran}
-    own = {n: busy[tasks.process.get((span.group, span.worker), 0)] for n, span in spans.items()}
-    firsts = []
-    for n, span in spans.items():
-        first_s = min((put.end_s for put in tasks.puts[n]), default=span.end_s)
-        firsts.append(first_s - span.start_s - own[n].within(span.start_s, first_s))
+    firsts = [streams.within(n, first_end_s(tasks, n, span.end_s)) for n, span in spans.items()]
     most = min(float(group.threads) or float("inf"), cores or float("inf"))
-    wholes = {n: span.end_s - span.start_s - own[n].within(span.start_s, span.end_s) for n, span in spans.items()}
+    wholes = {n: streams.within(n, span.end_s) for n, span in spans.items()}
     # Streams share a GPU from their first to their last token. Elsewhere, a group cannot finish before it is computed,
     # so the first group to finish bounds how long computing took.
     longest_s = sum(wholes.values()) if group.gpus else sum(firsts)
@@ -90,13 +93,13 @@ def _stream(
     points, came = [], {}
     for task in ran:
         n, span = task.task, spans[task.task]
-        computed_s = wholes[n] if group.gpus else min(span.cpu_s / used, span.end_s - span.start_s)
-        computed_at_s = own[n].behind(span.start_s, computed_s)
+        computed_s = wholes[n] if group.gpus else min(span.cpu_s / used, wholes[n])
+        computed_at_s = streams.behind(n, computed_s)
         tokens = sum(tasks.tokens.get(number, 0) for number in task.groups) * plan.group_size
         if computed_s > 0:
             points.append((float(task.samples), float(tokens), computed_s))
         for put in tasks.puts[n]:
-            took_s = put.end_s - span.start_s - own[n].within(span.start_s, put.end_s)
+            took_s = streams.within(n, put.end_s)
             fraction = min(1.0, took_s / computed_s) if computed_s > 0 else 1.0
             wait_s = max(0.0, put.end_s - computed_at_s)  # other tasks on the worker delay computing, not waiting
             came.update({number: Came(fraction, wait_s, tasks.tokens.get(number, 0)) for number in put.groups})
@@ -115,16 +118,16 @@ def _outside(stage: PlannedStage, tasks: Tasks) -> Recorded:
     return Recorded(line=fit([(0.0, 0.0, delay_s) for delay_s in delays_s], cores=0.0))
 
 
-def _costs(plan: Plan, tasks: Tasks) -> Costs:
+def _costs(plan: Plan, tasks: Tasks, room: Mapping[str, int]) -> Costs:
     dispatch: dict[str, list[float]] = defaultdict(list)
     report: dict[str, list[float]] = defaultdict(list)
-    busy = _busy(plan, tasks)
+    free = free_seconds(plan, tasks)
     for number, task in tasks.submitted.items():
         if number in tasks.ran and number in tasks.acknowledged:
             spans = tasks.ran[number]
             first = min(spans, key=lambda span: span.start_s)
-            own = busy[tasks.process.get((first.group, first.worker), 0)]
-            dispatch[task.stage].append(first.start_s - task.at_s - own.within(task.at_s, first.start_s))
+            own = free[tasks.process.get((first.group, first.worker), 0)]
+            dispatch[task.stage].append(own.within(task.at_s, first.start_s))
             ended_s = {group: put.end_s for put in tasks.puts[number] for group in put.groups}
             if plan.stage(task.stage).shape != "stream" or not ended_s:
                 ended_s = dict.fromkeys(task.groups or (0,), max(span.end_s for span in spans))
@@ -148,6 +151,7 @@ def _costs(plan: Plan, tasks: Tasks) -> Costs:
         drop_rate=sum(reasons.values()) / admitted if admitted else 0.0,
         drop_reason=reasons.most_common(1)[0][0] if reasons else "dropped",
         again_s=_again_s(plan, tasks),
+        room=room,
     )
 
 
@@ -191,46 +195,6 @@ def _processes(tasks: Tasks) -> tuple[float, float]:
     if any(isinstance(event, trace.Started) and event.executor == "local" for event in tasks.others):
         driver_s = max(0.0, driver_s - tasks_s)  # the tasks ran in the driver's process
     return driver_s / len(reports), max(0.0, beside_s) / len({span.task for span in spans})
-
-
-class _Spans:
-    """Spans that do not overlap. Computes how much of an interval they cover."""
-
-    def __init__(self, spans: Iterable[tuple[float, float]]) -> None:
-        self._spans = sorted(spans)
-        self._ends = [end_s for _, end_s in self._spans]
-
-    def within(self, start_s: float, end_s: float) -> float:
-        covered_s = 0.0
-        for place in range(bisect_left(self._ends, start_s), len(self._spans)):
-            begun_s, ended_s = self._spans[place]
-            if begun_s >= end_s:
-                break
-            covered_s += min(end_s, ended_s) - max(start_s, begun_s)
-        return covered_s
-
-    def behind(self, start_s: float, seconds: float) -> float:
-        """Return the time at which `seconds` not covered by any span have passed since `start_s`."""
-        at_s = start_s
-        for place in range(bisect_left(self._ends, start_s), len(self._spans)):
-            begun_s, ended_s = self._spans[place]
-            if begun_s - at_s >= seconds:
-                break
-            seconds -= max(0.0, begun_s - at_s)
-            at_s = max(at_s, ended_s)
-        return at_s + seconds
-
-
-def _busy(plan: Plan, tasks: Tasks) -> dict[int, _Spans]:
-    """Return, by process, the spans of tasks that block all other tasks of the process."""
-    streams = {stage.name for stage in plan.stages if stage.shape == "stream"}
-    spans: dict[int, list[tuple[float, float]]] = defaultdict(list)
-    for ran in tasks.ran.values():
-        for span in ran:
-            if span.stage not in streams:
-                process = tasks.process.get((span.group, span.worker), 0)
-                spans[process].append((span.start_s, span.end_s))
-    return defaultdict(lambda: _Spans(()), {process: _Spans(found) for process, found in spans.items()})
 
 
 def _replicas(plan: Plan, stage: PlannedStage) -> int:

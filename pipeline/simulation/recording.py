@@ -24,6 +24,7 @@ from pipeline.simulation.virtual_run import Simulation
 from pipeline.simulation.whatif import Changes
 
 LATEST_S = 1e10  # no clock that starts with its machine is later
+OFF = 0.15  # if the unchanged simulation of a record is further from it, as a fraction, it foretells no change
 
 
 class Recording(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,7 +76,11 @@ def recording_of(run: OpenedRun, *, cores: float | None = None) -> Recording:
 
 
 def simulated(recording: Recording, changes: Changes, *, seed: int = 0) -> tuple[Plan, Report]:
-    """Return the changed plan and the report of its simulation. Raises GraphError if a change does not apply."""
+    """Return the changed plan and the report of its simulation. Raises GraphError if a change does not apply.
+
+    The last steps of a run that samples ahead are shorter, since nothing more is sampled. If the record ends before
+    its run, the report is without as many of these steps as the record lacks.
+    """
     planned, durations = changes.applied(recording.plan, recording.durations)
     simulation = Simulation(
         planned,
@@ -85,7 +90,31 @@ def simulated(recording: Recording, changes: Changes, *, seed: int = 0) -> tuple
         nodes=_nodes(planned, recording.nodes),
         one_process=recording.one_process,
     )
-    return planned, analyse(simulation.run(), planned)
+    lacks = recording.plan.steps - 1 - _last_step(recording.events) if recording.events else 0
+    return planned, analyse(_without(simulation.run(), planned.steps, min(lacks, planned.ahead)), planned)
+
+
+def disagreement(as_it_was: Report, measured: Report) -> str | None:
+    """Return by how much the unchanged simulation of a record is off; None if it is close, or nothing was measured."""
+    simulated_s, measured_s = as_it_was.steps.mean, measured.steps.mean
+    if not measured_s or abs(simulated_s / measured_s - 1) <= OFF:
+        return None
+    much = f"{abs(100 * (simulated_s / measured_s - 1)):.0f} % {'more' if simulated_s > measured_s else 'less'}"
+    return f"simulated as it was, a step takes {simulated_s:.3f} s, {much} than measured"
+
+
+def _last_step(events: list[trace.TraceEvent]) -> int:
+    """Return the last step of a record, counted from 0; -1 if none has ended."""
+    return max((event.step for event in events if isinstance(event, trace.StepEnded)), default=-1)
+
+
+def _without(events: list[trace.TraceEvent], steps: int, count: int) -> list[trace.TraceEvent]:
+    """Return the events of a run up to the end of its last step but `count`; all of them if too few were left."""
+    last = steps - 1 - count
+    if count <= 0 or last < 1:
+        return events
+    ends = (n for n, event in enumerate(events) if isinstance(event, trace.StepEnded) and event.step == last)
+    return events[: next(ends) + 1]
 
 
 def _check_times(run: OpenedRun) -> None:

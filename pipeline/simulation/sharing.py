@@ -3,7 +3,7 @@
 Work is measured in the seconds that it would take alone. Two rules slow it down:
 
     a lane     one worker process. Maps and transfers run first; streams run only if there are none. The jobs that run
-               share the lane equally.
+               share the lane equally. A lane with `room` for that many samples takes further streams in their order.
     a machine  each lane requests cores: the mean parallelism of the jobs that it runs. If the lanes request more cores
                than there are, all of them slow down by the same factor.
 
@@ -21,19 +21,21 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import deque
 from collections.abc import Sequence
 from itertools import count
 from typing import Any
 
 
 class Job:
-    """Work on one lane. `left` counts the marks that it has not reached; `began` is its queue's clock at its start."""
+    """Work on one lane. `left` counts the marks that it has not reached; `began` is its queue's clock at its start,
+    infinity while it waits for room; `samples` is the room that it takes."""
 
-    __slots__ = ("began", "first", "left", "parallelism")
+    __slots__ = ("began", "first", "left", "parallelism", "samples")
 
-    def __init__(self, marks: int, parallelism: float, first: bool) -> None:
-        self.left, self.parallelism, self.first = marks, parallelism, first
-        self.began = 0.0
+    def __init__(self, marks: int, parallelism: float, first: bool, samples: int) -> None:
+        self.left, self.parallelism, self.first, self.samples = marks, parallelism, first, samples
+        self.began = math.inf
 
 
 class Machine:
@@ -80,22 +82,31 @@ class Machine:
 
 
 class Lane:
-    """One worker process on a machine."""
+    """One worker process on a machine. Its streams have `room` for that many samples at a time."""
 
-    def __init__(self, machine: Machine) -> None:
+    def __init__(self, machine: Machine, room: float = math.inf) -> None:
         self.machine = machine
         self.stamp = 0
         self._asked = 0.0
         self._seen = 0.0  # the machine's clock at the last update of this lane
-        self._queues = (_Queue(), _Queue())  # maps and transfers; streams
+        self._queues = (_Queue(), _Queue(room))  # maps and transfers; streams
 
-    def start(self, now_s: float, marks: Sequence[tuple[float, Any]], *, parallelism: float, first: bool = True) -> Job:
+    def start(
+        self,
+        now_s: float,
+        marks: Sequence[tuple[float, Any]],
+        *,
+        parallelism: float,
+        first: bool = True,
+        samples: int = 0,
+    ) -> Job:
         """Start a job. Its marks are in ascending seconds of work; the last one ends it.
 
-        `parallelism` is the number of cores that it keeps busy. With `first`, it runs before streams.
+        `parallelism` is the number of cores that it keeps busy. With `first`, it runs before streams. A stream of more
+        `samples` than there is room for waits for those before it.
         """
         self._update(now_s)
-        job = Job(len(marks), parallelism, first)
+        job = Job(len(marks), parallelism, first, samples)
         self._queues[not first].add(job, marks)
         self._reenter()
         return job
@@ -111,7 +122,7 @@ class Lane:
     def done_s(self, now_s: float, job: Job) -> float:
         """Return the seconds of work that a job has received."""
         self._update(now_s)
-        return self._queues[not job.first].clock - job.began
+        return max(0.0, self._queues[not job.first].clock - job.began)
 
     def pass_mark(self) -> Any:
         """Pass the next mark and return its message; the machine has already advanced to it."""
@@ -137,28 +148,44 @@ class Lane:
 
 
 class _Queue:
-    """Jobs that share a lane equally; `clock` is the service that each of them has received."""
+    """Jobs that share a lane equally; `clock` is the service that each of them has received. Those without room wait
+    for it in their order; a job that is alone always has room."""
 
-    __slots__ = ("_marks", "_order", "clock", "jobs", "parallelism")
+    __slots__ = ("_marks", "_order", "_room", "_samples", "_waiting", "clock", "jobs", "parallelism")
 
-    def __init__(self) -> None:
+    def __init__(self, room: float = math.inf) -> None:
         self.clock = 0.0
         self.jobs = 0
         self.parallelism = 0.0  # the sum over the jobs
+        self._room, self._samples = room, 0
+        self._waiting: deque[tuple[Job, Sequence[tuple[float, Any]]]] = deque()
         self._marks: list[tuple[float, int, Job, Any]] = []
         self._order = 0
 
     def add(self, job: Job, marks: Sequence[tuple[float, Any]]) -> None:
-        job.began = self.clock
-        for work_s, message in marks:
-            self._order += 1
-            heapq.heappush(self._marks, (self.clock + work_s, self._order, job, message))
-        self.jobs += 1
-        self.parallelism += job.parallelism
+        self._waiting.append((job, marks))
+        self._enter()
+
+    def _enter(self) -> None:
+        """Start the jobs that have room."""
+        while self._waiting and (not self.jobs or self._samples + self._waiting[0][0].samples <= self._room):
+            job, marks = self._waiting.popleft()
+            job.began = self.clock
+            for work_s, message in marks:
+                self._order += 1
+                heapq.heappush(self._marks, (self.clock + work_s, self._order, job, message))
+            self.jobs += 1
+            self._samples += job.samples
+            self.parallelism += job.parallelism
 
     def remove(self, job: Job) -> None:
-        self.jobs -= 1
-        self.parallelism = self.parallelism - job.parallelism if self.jobs else 0.0
+        if job.began == math.inf:
+            self._waiting = deque(each for each in self._waiting if each[0] is not job)
+        else:
+            self.jobs -= 1
+            self._samples -= job.samples
+            self.parallelism = self.parallelism - job.parallelism if self.jobs else 0.0
+        self._enter()
 
     def left(self) -> float | None:
         """Return the service until the next mark; None if there is no mark."""

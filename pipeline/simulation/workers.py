@@ -7,6 +7,7 @@ written)` when groups are done, with the events that a real worker would record;
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, TypeAlias
@@ -94,10 +95,13 @@ class VirtualWorkers:
         machines: dict[str, Machine] = {}
         self.lanes: dict[str, list[tuple[str, int, Lane]]] = {group.name: [] for group in plan.groups}
         lane: Lane | None = None
+        room: Mapping[str, float] = durations.costs.room
+        if one_process:
+            room = dict.fromkeys((group.name for group in plan.groups), min(room.values(), default=math.inf))
         for group in plan.groups:
             for rank in range(group.workers):
                 machine = machines.setdefault(nodes.get((group.name, rank), ALONE), Machine(cores))
-                lane = lane if lane and one_process else Lane(machine)
+                lane = lane if lane and one_process else Lane(machine, room.get(group.name, math.inf))
                 self.lanes[group.name].append((group.name, rank, lane))
         self.clock = VirtualClock(list(machines.values()))
         self._beside = Lane(next(iter(machines.values()))) if durations.costs.beside_cpu_s else None
@@ -242,7 +246,8 @@ class VirtualWorkers:
         attempt.work_s, attempt.cores, attempt.stream = marks[-1][0], work.cores, work
         if attempt.work_s and work.cores:
             self._streams.setdefault(lane, []).append(attempt)
-            attempt.jobs.append((lane, lane.start(now_s, marks, parallelism=work.cores, first=False)))
+            job = lane.start(now_s, marks, parallelism=work.cores, first=False, samples=attempt.samples)
+            attempt.jobs.append((lane, job))
             return
         for work_s, (call, arguments) in marks:
             self.clock.after(work_s, call, *arguments)

@@ -12,11 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal, TypeAlias
 
 from ops.flops import Hybrid, LatentSizes, Transformer
 from pipeline import GraphError, Model
-from pipeline.declare.sharding import Dynamic, Packed, Sharding
+from pipeline.declare.sharding import Dynamic, Packed, Shard, Sharding
 from pipeline.declare.work import GpuPart, GpuWork, Load
 from pipeline.errors import Problem
 from stages.forecast.shape import HALF, SINGLE, Divided, divided
@@ -24,8 +25,8 @@ from stages.forecast.shape import HALF, SINGLE, Divided, divided
 OPTIMIZER = 3 * SINGLE  # bytes per weight: a float32 master weight and two moments
 UPDATED = 2 * OPTIMIZER + SINGLE + HALF  # bytes per weight that an update reads and writes
 CONTEXT_BYTES = 0.9 * 2**30  # CUDA and libraries; from "learner asleep" in gpu.step.colocated.h200 and .4B
-# What torch's allocator holds while rows are trained, and does not use: bytes per trained weight, and per number of a
-# row's logits, whose blocks differ from row to row. From the most memory in use in gpu.step.apart.sync and .4B.
+# What torch's allocator holds while rows are trained, and does not use: bytes per trained weight, and, where rows
+# differ, per number of a row's logits. From the most memory in use in gpu.step.apart.sync and .4B.
 CACHED, CACHED_LOGITS = HALF, SINGLE
 WORKSPACE_BYTES = 0.65 * 2**30  # during a pass; from the peaks of gpu.update.*.json
 ROUND = 64  # tokens
@@ -85,7 +86,7 @@ class Passes:
 
     def parts(self, load: Load) -> list[GpuPart]:
         """Return what a pass takes on a rank while it runs."""
-        tokens = self._tokens(load)
+        tokens, alike = self._tokens(load)
         size = tokens * self._token_bytes(load)
         parts = [
             GpuPart(name=f"activations and logits of {tokens:,} tokens", size_bytes=size, when="task"),
@@ -93,11 +94,10 @@ class Passes:
         ]
         if self.training:
             part = divided(self.model, load.group)
-            spare = CACHED_LOGITS * tokens * part.shape.vocab / part.tensor / part.context
-            parts += [
-                GpuPart(name="cached by the allocator", size_bytes=self._cached_bytes(load), when="task"),
-                GpuPart(name="logits of other rows, cached", size_bytes=spare, when="spare"),
-            ]
+            parts.append(GpuPart(name="cached by the allocator", size_bytes=self._cached_bytes(load), when="task"))
+            if not alike:
+                spare = CACHED_LOGITS * tokens * part.shape.vocab / part.tensor / part.context
+                parts.append(GpuPart(name="logits of other rows, cached", size_bytes=spare, when="spare"))
         return parts
 
     def largest_row(self, load: Load, room_bytes: float) -> int:
@@ -119,20 +119,24 @@ class Passes:
     def _rank(self, load: Load) -> tuple[float, float, int, float, float]:
         """Return the tokens, passes and updates of the first rank, as the driver divides the samples, the pairs of
         tokens of its attention, and the response tokens of its samples. A prompt that samples share counts once."""
-        count, dims = len(load.responses), self.sharding.lengths
-        lengths = {dims[0]: [load.prompt] * count, dims[1]: load.responses}
-        shard = self.sharding.shards(lengths, load.ranks, [load.group_size] * (count // load.group_size))[0]
+        shard, mine, rows = self._rows(load)
+        spared = shard.spared([load.prompt] * len(mine))
+        pairs = sum(_pairs(load.prompt + n) for n in mine) - sum(map(_pairs, spared))
+        return float(sum(rows) - sum(spared)), float(len(rows)), len(shard.updates), pairs, float(sum(mine))
+
+    def _rows(self, load: Load) -> tuple[Shard, list[int], list[int]]:
+        """Return the first rank's part, as the driver divides the samples, with the lengths of its responses and the
+        tokens of each pass."""
+        shard = _first_shard(self.sharding, load.prompt, tuple(load.responses), load.group_size, load.ranks)
         mine = [load.responses[i] for i in shard.index]
-        passes = [each for update in shard.updates for each in update.microbatches]
-        tokens = sum(
+        rows = [
             sum(load.prompt + mine[i] for i in each.samples)
             if shard.packed
             else len(each.samples) * (each.prompt + each.response)
-            for each in passes
-        )
-        spared = shard.spared([load.prompt] * len(mine))
-        pairs = sum(_pairs(load.prompt + n) for n in mine) - sum(map(_pairs, spared))
-        return float(tokens - sum(spared)), float(len(passes)), len(shard.updates), pairs, float(sum(mine))
+            for update in shard.updates
+            for each in update.microbatches
+        ]
+        return shard, mine, rows
 
     def _check(self, load: Load) -> None:
         longest = load.prompt + max(load.responses)
@@ -146,13 +150,16 @@ class Passes:
                 )
             )
 
-    def _tokens(self, load: Load) -> int:
-        """Return the most tokens of a pass, with samples that are as long as they may become."""
+    def _tokens(self, load: Load) -> tuple[int, bool]:
+        """Return the most tokens of a pass, with samples that are as long as they may become, and whether all passes
+        have so many."""
         longest, mine = load.prompt + load.longest, -(-self.samples // load.ranks)
         if not isinstance(self.microbatch, Dynamic | Packed):
-            return min(self.microbatch or mine, mine) * longest
-        row = self.microbatch.tokens // longest * longest if self._whole(load) else self.microbatch.tokens
-        return min(row, mine * longest)
+            return min(self.microbatch or mine, mine) * longest, False
+        if self._whole(load) and self.microbatch.tokens >= longest:
+            rows = self._rows(load)[2]
+            return max(rows), min(rows) == max(rows)
+        return min(self.microbatch.tokens, mine * longest), False
 
     def _whole(self, load: Load) -> bool:
         """Whether rows hold whole samples and nothing else: every one is as long as it may become, and sharing prompts
@@ -183,6 +190,14 @@ class Passes:
             }
             found = logits + kept_bytes[self.recompute]
         return found / part.tensor / part.context
+
+
+@lru_cache(maxsize=64)
+def _first_shard(
+    sharding: Sharding, prompt: int, responses: tuple[int, ...], group_size: int, ranks: int
+) -> Shard:  # cached, since choices of flags differ in other things
+    lengths = dict(zip(sharding.lengths, ([prompt] * len(responses), responses)))
+    return sharding.shards(lengths, ranks, [group_size] * (len(responses) // group_size))[0]
 
 
 def _pairs(tokens: int) -> float:

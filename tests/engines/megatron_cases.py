@@ -58,6 +58,7 @@ _COMMON = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 128,
+    "pad_token_id": 40,  # also a token of texts
 }
 _MIXTURE = {  # routed by sigmoids, with a shared expert, after a dense layer
     "first_k_dense_replace": 1,

@@ -191,7 +191,7 @@ MODELS = [
     ),
     trained(
         "held_out_row_is_wrong",
-        {"extra": '(Evaluate(policy, "test.jsonl", on=sampler),)'},
+        {"extra": '(Evaluate(policy, "test.jsonl", on=sampler, max_tokens=8),)'},
         files={"test.jsonl": rows(1200, {1100: {"answer": 7}})},
     ),
     trained(

@@ -97,6 +97,7 @@ def test_the_first_steps_are_apart():
     record = Record().published(0, 1.0).published(1, 6.0).published(2, 8.0).published(3, 10.0)
     steps = analyse(record.events, planned()).steps
     assert (steps.warm_up, steps.seconds, steps.mean) == ((5.0,), (2.0, 2.0), 2.0)
+    assert (steps.first, steps.last, steps.averaged) == (2, 3, "steps 2 to 3")
     assert analyse(record.events, planned(max_staleness=3)).steps.warm_up == (5.0,)  # at most half of them
     assert analyse(record.events, planned(), warm_up=0).steps.seconds == (5.0, 2.0, 2.0)
 

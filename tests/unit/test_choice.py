@@ -82,6 +82,7 @@ def test_the_choice_is_the_fastest_that_was_tried(folder):
 
 def test_what_needs_too_much_memory_is_computed_again(folder):
     """Rows hold the longest samples, whose activations fit only then."""
+    (folder / "0.6B" / "config.json").write_text(json.dumps(SHAPES["0.6B"] | {"max_position_embeddings": 131072}))
     found = grpo(model="0.6B", max_tokens=65536, prompts_per_step=4, samples_per_prompt=2)
     assert found.values["recompute"] == "mlp" and found.values["microbatch"] == 69632
     larger = grpo(model="4B", max_tokens=16384, prompts_per_step=4, samples_per_prompt=2)
@@ -91,16 +92,16 @@ def test_what_needs_too_much_memory_is_computed_again(folder):
 def test_many_gpus_are_divided_in_a_few_ways():
     choices = load(REPOSITORY / "graphs" / "grpo.py").beside("choices")
     assert choices is not None
-    made = list(choices(64))
+    made = list(choices(64, prompts_per_step=512))
     assert len(made) == 23 * 12 and {one["sampler_gpus"] + one["learner_gpus"] for one in made} == {40, 48, 64, 128}
-    assert max(len(list(choices(gpus))) for gpus in range(1, 1025)) <= choice.MOST
+    assert max(len(list(choices(gpus, prompts_per_step=512))) for gpus in range(1, 1025)) <= choice.MOST
 
 
-@pytest.mark.parametrize("gpus", [3, 5, 7, 24])
+@pytest.mark.parametrize("gpus", [3, 5, 7, 24, 1024])
 def test_gpus_stay_free_where_their_number_does_not_divide_the_batch(folder, gpus):
     found = grpo(f"h200:{gpus}", model="0.6B", microbatch=16384, recompute="none")
     used = found.values["sampler_gpus"] + (0 if found.values["colocated"] else found.values["learner_gpus"])
-    assert gpus / 2 <= used <= gpus
+    assert min(gpus, 64) / 2 <= used <= gpus, "32 prompts keep 64 GPUs busy at most"
 
 
 def test_an_adapter_needs_room_for_its_own_gradients_only(folder):
@@ -232,7 +233,7 @@ def test_the_table_has_every_flag_in_which_choices_differ(folder, capsys):
 def test_a_long_search_says_what_it_does(folder, capsys, monkeypatch):
     monkeypatch.setattr(choice, "SLOW_S", 0.0)
     chosen(own(folder, "yield {'row': 8192}\n    yield {'row': 16384}"))
-    assert capsys.readouterr().err == "foretelling 2 choices of flags for h200:1; 0 took 0 s\n"
+    assert capsys.readouterr().err == "comparing 2 choices for h200:1; 0 took 0 s\n"
 
 
 def test_nothing_is_printed_if_nothing_was_open(capsys):

@@ -6,7 +6,7 @@ import statistics
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline import Schedule
@@ -17,7 +17,9 @@ from pipeline.simulation.distributions import parse, uniform
 from pipeline.simulation.durations import Came, Costs, Drawn, Durations, LinearFit, Recorded
 from pipeline.simulation.least_squares import non_negative
 from pipeline.simulation.recorded import fitted
+from pipeline.simulation.shares import ProcessShares
 from pipeline.simulation.virtual_run import Fault, Simulation
+from tests.examples import few
 from tests.unit import toy
 from tests.unit.test_analysis import Record, planned
 
@@ -219,6 +221,73 @@ def test_a_stream_is_not_charged_for_what_ran_in_between():
     assert rollout.line.cores == pytest.approx(1.5 / 3.5)  # streams share a GPU all the time, not its worker's cores
     assert rollout.line.seconds(4, 0, 0.5) == pytest.approx(3.5)
     assert rollout.came == {0: Came(pytest.approx(1.5 / 3.5), 0.0, 10), 1: Came(1.0, 0.0, 20)}
+
+
+def ahead(times, *, sampler=1, steps=10, k=2):
+    """The plan and the record of a run that samples `k` steps ahead on GPUs."""
+    schedule = Schedule(steps=steps, max_staleness=k, refit="in_flight")
+    made = plan(toy.graph(batch=4, schedule=schedule, **toy.streaming(sampler=sampler)))[0]
+    groups = [msgspec.structs.replace(group, gpus=group.workers * (group.name == "sampler")) for group in made.groups]
+    on_gpus = msgspec.structs.replace(made, groups=tuple(groups))
+    return on_gpus, Simulation(on_gpus, times).run()
+
+
+def engines(rollout_s, train_s, costs=None):
+    """The durations of a stream that takes `rollout_s` of an engine for itself, and of updates."""
+    seconds = dict.fromkeys(SECONDS, "0") | {"refit": "0.01 @ 1", "train": f"{train_s} @ 1"}
+    seconds["rollout"] = f"{rollout_s} @ 0.5"
+    return Durations({name: Drawn(parse(text)) for name, text in seconds.items()}, costs or Costs())
+
+
+def published(events):
+    return [event.at_s for event in events if isinstance(event, trace.Published)]
+
+
+@given(
+    alone=st.integers(1, 30),
+    train=st.integers(1, 20),
+    k=st.integers(1, 3),
+    sampler=st.integers(1, 2),
+    room=st.sampled_from([0, 8, 16]),
+)
+@settings(deadline=None, max_examples=few(20))
+def test_streams_that_shared_an_engine_are_simulated_as_they_were(alone, train, k, sampler, room):
+    """A stream has 8 samples, or 4 on each of two samplers. Without `room` for all, the last ones wait."""
+    alone_s = alone / 10 + 0.0137  # so that nothing ends at the same time
+    costs = Costs(room={"sampler": room} if room else {})
+    planned, events = ahead(engines(alone_s, train / 10, costs), sampler=sampler, k=k)
+    again, _ = fitted(planned, events)
+    line = again.stages["rollout"].line
+    assert [line.seconds(8 // sampler, 0, u) for u in (0.0, 0.5, 0.99)] == pytest.approx([alone_s] * 3)
+    assert published(Simulation(planned, again).run()) == pytest.approx(published(events), rel=0.05)
+
+
+@pytest.mark.parametrize("room", [8, 16])
+def test_how_many_samples_an_engine_had_room_for_is_seen_in_the_record(room):
+    for given_room in ({"sampler": room}, {}):
+        assert fitted(*ahead(engines(1.0, 0.3, Costs(room=given_room))))[0].costs.room == given_room
+
+
+def test_a_stream_that_has_not_ended_takes_its_part_too():
+    planned, events = ahead(engines(1.0, 0.3))
+    ran = [e for e in events if isinstance(e, trace.Ran) and e.stage == "rollout"]
+    cut = events[: events.index(ran[5]) + 1]
+    assert sum(isinstance(e, trace.Submitted) and e.stage == "rollout" for e in cut) > 6, "a stream still runs"
+    line = fitted(planned, cut)[0].stages["rollout"].line
+    assert [line.seconds(8, 0, u) for u in (0.0, 0.5, 0.99)] == pytest.approx([1.0] * 3)
+
+
+SPANS = st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50)).map(sorted).map(tuple), max_size=6)
+
+
+@given(SPANS, SPANS, st.integers(0, 60), st.integers(0, 60))
+def test_the_time_behind_seconds_is_the_one_within_which_they_were_given(blocked, streams, start, seconds):
+    shares = ProcessShares(blocked, streams)
+    end_s = shares.behind(start, seconds)
+    assert shares.within(start, end_s) == pytest.approx(seconds)
+    free = [at for at in range(start, start + seconds) if not any(a <= at < b for a, b in blocked)]
+    by_hand = sum(1 / max(1, sum(a <= at < b for a, b in streams)) for at in free)
+    assert shares.within(start, start + seconds) == pytest.approx(by_hand)
 
 
 def test_a_sampler_computes_again_as_fast_as_a_stage_that_scores_on_as_many_gpus():

@@ -24,6 +24,7 @@ from pipeline.rundir import RunDir
 from pipeline.simulation.durations import Costs
 from pipeline.simulation.hints import _changes, hints
 from pipeline.simulation.recording import recording_of
+from pipeline.simulation.whatif import Changes
 from tests.doors import REPOSITORY
 from tests.examples import few
 from tests.unit import toy
@@ -155,6 +156,28 @@ def test_a_hint_is_what_its_command_prints(sync, capsys):
     for hint in found.hints:
         told = json.loads(printed(capsys, simulate, *shlex.split(hint.command)[3:], "--json")[1])
         assert told["step_s"] == hint.step_s and hint.times == pytest.approx(base["step_s"] / told["step_s"])
+
+
+def test_a_record_that_is_not_simulated_well_has_a_warning_and_no_hints(sync, capsys):
+    run = open_run(sync)
+    assert hints(recording_of(run), sync).hints
+    slower = msgspec.structs.replace(
+        recording_of(run), durations=Changes(speed={"train": 0.5}).applied(run.plan, recording_of(run).durations)[1]
+    )
+    found = hints(slower, sync)
+    assert not found.hints and found.simulated_s > 1.15 * found.measured_s
+    note = found.notes[0]
+    assert note.startswith("warning: ") and note.endswith("% more than measured, so there are no hints")
+
+
+def test_steps_are_counted_without_metrics(sync, tmp_path, capsys):
+    """A record that was stopped in its sixth step."""
+    lines = (sync / "events.jsonl").read_bytes().splitlines(keepends=True)
+    end = next(n for n, line in enumerate(lines) if b'"step_ended","step":4' in line)
+    (tmp_path / "plan.json").write_bytes((sync / "plan.json").read_bytes())
+    (tmp_path / "events.jsonl").write_bytes(b"".join(lines[: end + 1]))
+    out = printed(capsys, analyse, tmp_path)[1]
+    assert "unfinished, 5 of 8 steps" in out and "over 4 steps after the first 1: steps 2 to 5" in out
 
 
 def test_a_change_that_gains_no_more_than_a_smaller_one_is_no_hint(sync):

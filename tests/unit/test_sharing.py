@@ -112,3 +112,30 @@ def test_marks_come_in_order_and_what_was_given_up_does_not_come():
     assert machine.pop(3.25) == "all"
     assert machine.next_s() == math.inf
     assert machine.demand == 0.0
+
+
+def test_a_stream_waits_for_room_behind_those_before_it():
+    """Room for 8 samples: two streams of 4 share the lane, the third begins when the first one ends."""
+    machine = Machine()
+    lane = Lane(machine, room=8)
+    for number, samples in enumerate((4, 4, 4, 1)):
+        lane.start(0.0, [(1.0, number)], parallelism=1.0, first=False, samples=samples)
+    ends = {}
+    while machine.next_s() < math.inf:
+        now_s = machine.next_s()
+        ends[machine.pop(now_s)] = now_s
+    assert ends == pytest.approx({0: 2.0, 1: 2.0, 2: 4.0, 3: 4.0})
+
+
+def test_a_stream_that_is_given_up_leaves_its_room_and_one_that_waits_leaves_its_place():
+    machine = Machine()
+    lane = Lane(machine, room=4)
+    first, second, third = (
+        lane.start(0.0, [(1.0, number)], parallelism=1.0, first=False, samples=4) for number in range(3)
+    )
+    assert lane.done_s(0.5, first) == 0.5 and lane.done_s(0.5, second) == lane.done_s(0.5, third) == 0.0
+    lane.stop(0.5, second)
+    lane.stop(0.5, first)
+    assert (machine.next_s(), machine.pop(1.5)) == (1.5, 2)
+    large = lane.start(2.0, [(1.0, "large")], parallelism=1.0, first=False, samples=9)
+    assert machine.pop(machine.next_s()) == "large" and not large.left, "a stream alone has room"

@@ -16,6 +16,7 @@ from msgspec.structs import replace
 
 from benchmarks.gpu import replay
 from pipeline import Schedule, simulate
+from pipeline.analysis.report import analyse
 from pipeline.errors import GraphError, StageError
 from pipeline.plan.plan import Plan
 from pipeline.plan.planner import plan
@@ -23,6 +24,7 @@ from pipeline.record import trace
 from pipeline.schedule.events import AttemptLost, Finished, Landed
 from pipeline.simulation.distributions import parse
 from pipeline.simulation.durations import Costs, Drawn, Durations
+from pipeline.simulation.recording import disagreement, recorded, simulated
 from pipeline.simulation.virtual_run import Fault, Simulation
 from pipeline.simulation.whatif import Changes
 from tests.examples import few
@@ -85,11 +87,29 @@ def test_k_batches_ahead_is_the_recursion_by_hand(rollout, train, k, refit):
     assert found == pytest.approx(ends)
 
 
-def test_a_kept_run_on_gpus_is_predicted_two_steps_ahead_from_the_record_of_a_synchronous_one():
+def test_a_kept_run_on_gpus_is_predicted_two_steps_ahead_from_the_record_of_a_synchronous_one(capsys):
     with replay.records(None) as folder:
         same, ahead = replay.predicted(folder)
+        typed = ["--max-staleness", "2", "--refit", "in_flight", "--json"]
+        found = json.loads(command(capsys, str(folder / "0"), *typed)[1])
     assert abs(same["error %"]) < 2 and abs(ahead["error %"]) <= replay.AIM
+    assert found["averaged_steps"] == [4, 7] and round(found["step_s"], 3) == ahead["predicted s"]
     assert (same["max_staleness"], ahead["max_staleness"]) == (0, 2) and ahead["measured s"] < same["measured s"]
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_kept_runs_on_gpus_are_simulated_as_they_were(staleness):
+    """With two steps ahead, up to three streams were computed at a time, and the engine had room for two."""
+    with replay.records(None) as folder:
+        recording = recorded(folder / str(staleness))
+    assert recording.durations.costs.room == ({"sampler": 1024} if staleness else {})
+    real = analyse(recording.events, recording.plan)
+    for seed in range(8):
+        found = simulated(recording, Changes(), seed=seed)[1]
+        assert disagreement(found, real) is None
+        if staleness:  # the first step of the other one compiled
+            assert found.steps.averaged == real.steps.averaged == "steps 4 to 7"
+            assert found.steps.warm_up[0] == pytest.approx(real.steps.warm_up[0], rel=0.15)
 
 
 def test_draining_waits_for_the_streams_and_swapping_in_flight_does_not():
@@ -342,6 +362,26 @@ def test_a_recorded_run_is_simulated_as_it_was_and_changed(record, capsys):
     )
     assert again == pytest.approx(measured, rel=0.03)
     assert changed < 0.9 * measured
+
+
+@pytest.mark.journal_expected  # without metrics
+def test_a_record_that_is_not_simulated_well_comes_with_a_warning(record, tmp_path, capsys):
+    """Two more seconds pass between the tasks of one step and those of the next."""
+    moved = []
+    for line in (record / "events.jsonl").read_bytes().splitlines():
+        event = json.loads(line)
+        late_s = 2.0 * (event.get("step", -1) + 1)
+        moved.append(event | {name: event[name] + late_s for name in ("at_s", "start_s", "end_s") if name in event})
+    slow = tmp_path / "slow"
+    slow.mkdir()
+    (slow / "plan.json").write_bytes((record / "plan.json").read_bytes())
+    (slow / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in moved))
+    for flags in ([], ["--max-staleness", "1"]):
+        assert "warning" not in command(capsys, str(record), *flags)[1]
+        out = " ".join(command(capsys, str(slow), *flags)[1].split())
+        assert "note: warning: simulated as it was, a step takes" in out and "so this record foretells no change" in out
+        notes = json.loads(command(capsys, str(slow), *flags, "--json")[1])["notes"]
+        assert any(note.startswith("warning: simulated as it was") for note in notes)
 
 
 def test_json_is_one_object(record, capsys):

@@ -459,11 +459,11 @@ def texts(stage: Stage, *others: Stage, batch: int = 8) -> list[str]:
             "Packed with a number of tokens. Fix: microbatch=0, or microbatch=Packed(tokens=8192)",
         ),
         (
-            Evaluate(POLICY, TASK, on=SAMPLER, prompts=0),
+            Evaluate(POLICY, TASK, on=SAMPLER, prompts=0, max_tokens=8),
             "stage 'evaluate' has prompts=0; prompts must be a whole number, 1 or more. Fix: prompts=1000",
         ),
         (
-            Evaluate(POLICY, Generated("sort", held_out=0), on=SAMPLER),
+            Evaluate(POLICY, Generated("sort", held_out=0), on=SAMPLER, max_tokens=8),
             "the task 'sort' has no held-out prompts; evaluation on training prompts measures memory, not skill. "
             "Fix: Generated(..., held_out=1000)",
         ),

@@ -82,13 +82,22 @@ class Network(GPTModel):
         self._give(row.experts)
         hidden_SNH = None
         if self.pre_process:
-            hidden_SNH = self.embedding(input_ids=row.ids_NS, position_ids=row.positions_S)
+            hidden_SNH = self._embedded(row)
         return self.decoder(
             hidden_states=hidden_SNH,
             attention_mask=None,
             rotary_pos_emb=self._angles(row),
             packed_seq_params=row.packed,
         )
+
+    def _embedded(self, row: PassRow) -> torch.Tensor:
+        """The embeddings of the row's tokens. That of the token that pads gets no gradient, as in transformers, also
+        where the token is part of a text: it is zeros, and a norm of zeros has an enormous gradient."""
+        hidden_SNH = self.embedding(input_ids=row.ids_NS, position_ids=row.positions_S)
+        if self.shape.pad is None:
+            return hidden_SNH
+        pads_SN = self._of_rank(torch.eq(row.ids_NS.T, self.shape.pad).contiguous())
+        return torch.where(pads_SN[..., None], hidden_SNH.detach(), hidden_SNH)
 
     def _give(self, experts: torch.Tensor | None) -> None:
         """Let the routers have the experts of the next pass."""

@@ -182,6 +182,7 @@ class Decoder:
     layers          its blocks, from the first to the last
     hidden, vocab   hidden size, vocabulary size
     tied            whether input and output embeddings are tied
+    pad             the token that pads; its row of the input embeddings is not trained. None: there is none
     eps, rope       of the norms; of attention
     lora            the adapter that is trained in its place
     renamed         what tensors are called in a folder where it is not as Llama's: pairs of a part of Llama's name, and
@@ -192,6 +193,7 @@ class Decoder:
     hidden: int
     vocab: int
     tied: bool
+    pad: int | None = None
     eps: float = 1e-6
     rope: Rope | None = None
     lora: LoRA | None = None

@@ -111,10 +111,17 @@ def decoder_of(config: Mapping[str, Any], where: str) -> Decoder:
         layers=tuple(layers),
         hidden=config["hidden_size"],
         vocab=config["vocab_size"],
+        pad=padding_token(config),
         tied=bool(config.get("tie_word_embeddings")),
         eps=config["rms_norm_eps"],
         rope=_rope(config, family, mixer),
     )
+
+
+def padding_token(config: Mapping[str, Any]) -> int | None:
+    """The token that pads, as transformers takes it for the embedding: a negative number counts from the end."""
+    pad, vocab = config.get("pad_token_id"), config["vocab_size"]
+    return pad % vocab if isinstance(pad, int) and -vocab <= pad < vocab else None
 
 
 def _problems(config: Mapping[str, Any], where: str) -> Iterator[Problem]:

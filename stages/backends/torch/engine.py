@@ -44,6 +44,7 @@ from stages.backends.torch.reward_model import RewardModelOnDevice, open_reward_
 from stages.backends.torch.routers import Routers
 from stages.backends.torch.score import score
 from stages.backends.trainer import BaseTrainer
+from stages.model_shape import positions
 from stages.routes import mixture_problems
 
 Role = Literal["trained", "served", "frozen"]
@@ -110,11 +111,9 @@ class TorchEngine(BaseTrainer):
         self, model: Model, prompt_ids: Ragged, sampling: Sampling, draws: Draws | None, *, images: Ragged | None = None
     ) -> Generation:
         """Sample responses from the served copy."""
-        network, pad, version = (
-            self.network(model, _served(model)),
-            _pad(self.tokenizer(model)),
-            self.served_version(model),
-        )
+        network = self.network(model, _served(model))
+        pad, version = _pad(self.tokenizer(model)), self.served_version(model)
+        _check_length(model, network, prompt_ids, sampling)
         closing = self._closing(model, network, sampling)
         uniforms = draws.uniforms(sampling.max_tokens) if draws else None
         routers = self.routers(model, _served(model)) if sampling.routes else None
@@ -137,6 +136,7 @@ class TorchEngine(BaseTrainer):
     ) -> AsyncGenerator[Decoded | Cancelled, None]:
         """Sample responses from the served copy, group by group."""
         network = self.network(model, _served(model))
+        _check_length(model, network, prompt_ids, sampling)
         events = decode(
             network,
             prompt_ids,
@@ -289,6 +289,20 @@ def _served(model: Model) -> Role:
 
 def _pad(tokenizer: PreTrainedTokenizerBase) -> int:
     return tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0  # masked wherever it is used
+
+
+def _check_length(model: Model, network: PreTrainedModel, prompt_ids: Ragged, sampling: Sampling) -> None:
+    """Raise StageError if a response may become longer than the model allows."""
+    longest, most = max(prompt_ids.lengths), positions(network.config.to_dict())
+    if most is not None and longest + sampling.max_tokens > most:
+        raise StageError(
+            Problem(
+                where=str(model.location),
+                what=f"a prompt of {longest} tokens and max_tokens={sampling.max_tokens} exceed {most} tokens",
+                why="this is the most that the model's config allows (max_position_embeddings)",
+                fix="a smaller max_tokens, or shorter prompts",
+            )
+        )
 
 
 def _stop_token(tokenizer: PreTrainedTokenizerBase, text: str) -> int:

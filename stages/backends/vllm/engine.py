@@ -32,7 +32,7 @@ from stages.backends.vllm import environment, processes
 from stages.backends.vllm.limits import cache_problems, quantized_problems
 from stages.backends.vllm.running import RunningRequests
 from stages.backends.vllm.weights import VersionShares, expected
-from stages.model_shape import sparse_layers
+from stages.model_shape import positions, sparse_layers
 from stages.routes import mixture_problems, replays
 
 if TYPE_CHECKING:
@@ -237,11 +237,17 @@ class VllmEngine(Tokenizers):
         )
 
     def _too_long(self, prompt: int, max_tokens: int, longest: int) -> Problem:
+        assert self._started is not None
+        folder = self._started.client.setup.folder
+        most = positions(AutoConfig.from_pretrained(folder, trust_remote_code=False).to_dict())
+        by_model = most is not None and longest >= most
         return Problem(
             where=str(self.group.location),
             what=f"a prompt of {prompt} tokens and max_tokens={max_tokens} exceed {longest} tokens",
-            why="this is the limit of the model and of the engine's cache",
-            fix="a smaller max_tokens, shorter prompts, or more memory for the cache",
+            why="this is the most that the model's config allows (max_position_embeddings)"
+            if by_model
+            else "this is what the engine's cache has room for",
+            fix="a smaller max_tokens, or shorter prompts" + ("" if by_model else ", or more memory for the cache"),
         )
 
 
