@@ -37,12 +37,14 @@ _LAYERS = {  # the linear layers of each family; of a mixture, "mlp" is that of 
     "gpt_oss": _ATTENTION,
 }
 _NAMED = {"nemotron_h": _PROJECTIONS}  # layers that have an adapter where they are named; "all" leaves them out
+_ROUTER = "routers stay as they are"
 _EXPERTS = "experts are computed together, without adapters"
 _WITHOUT = {  # layers that a family has, and why they have no adapters
-    "qwen3_moe": dict.fromkeys(_MLP, _EXPERTS),
-    "gpt_oss": dict.fromkeys(("gate_up_proj", "down_proj"), _EXPERTS),
-    "deepseek_v3": {"kv_b_proj": "vLLM multiplies it into other matrices when it loads a model"},
-    "nemotron_h": {"conv1d": "a convolution is no linear layer", "gate": "routers stay as they are"},
+    "qwen3_moe": {"gate": _ROUTER} | dict.fromkeys(_MLP, _EXPERTS),
+    "glm4_moe": {"gate": _ROUTER},
+    "gpt_oss": {"router": _ROUTER} | dict.fromkeys(("gate_up_proj", "down_proj"), _EXPERTS),
+    "deepseek_v3": {"gate": _ROUTER, "kv_b_proj": "vLLM multiplies it into other matrices when it loads a model"},
+    "nemotron_h": {"gate": _ROUTER, "conv1d": "a convolution is no linear layer"},
 }
 
 

@@ -222,7 +222,7 @@ def uneven(number: int, what: str, by: str, ranks: int, where: str) -> Iterator[
             where=where,
             what=f"{by}={ranks} does not divide the model's {what} ({number})",
             why="all ranks hold equal parts",
-            fix=f"use a divisor of {number}",
+            fix=f"use a divisor of {number}" if number > 1 else f"{by}=1",
         )
 
 

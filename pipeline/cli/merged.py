@@ -56,6 +56,21 @@ def write_merged(adapter: Path, base: Path, made: Path) -> None:
     weights.write_description(made, names)
 
 
+def other_base(adapter: Path, base: Path) -> Problem | None:
+    """Return a warning if the folder is not named as the adapter's model: others of the same shape fit too."""
+    name = str(json.loads((adapter / CONFIG).read_bytes()).get("base_model_name_or_path"))
+    path = str(base.resolve())
+    if Path(name).resolve() == base.resolve() or Path(name).name in path:  # a path of the hub's cache has the name
+        return None
+    return Problem(
+        where=f"--merge {base}",
+        what=f"the adapter belongs to {name!r}",
+        why="it fits every model of the same shape, and makes sense in its own only",
+        fix="name the folder of that model, unless this is a copy of it",
+        warning=True,
+    )
+
+
 def _read(
     weights: BaseWeights, file: Path, base: Path, config: Mapping[str, object]
 ) -> Iterator[tuple[str, torch.Tensor, torch.dtype]]:

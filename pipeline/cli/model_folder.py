@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from pipeline.cli import console
-from pipeline.cli.merged import ADAPTER, CONFIG, write_merged
+from pipeline.cli.merged import ADAPTER, CONFIG, other_base, write_merged
 from pipeline.declare.saved_model import MODEL, TENSORS, Pieces, read_tensors_json
 from pipeline.errors import CheckpointError, GraphError, Problem, as_os_error, counted
 from pipeline.reading import reason
@@ -70,6 +70,8 @@ def export_model(run: Path, step: int | None, target: Path, merge: Path | None =
                     adapter = made.rename(Path(apart) / "adapter")
                     made.mkdir()
                     write_merged(adapter, merge, made)
+                    other = other_base(adapter, merge)
+                    console.print_problems([other] if other else [])
         checkpoint.sync_all(partial)
         partial.rename(target)
     except OSError as error:

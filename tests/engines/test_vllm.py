@@ -287,7 +287,7 @@ def test_a_stop_text_of_several_tokens_ends_a_response(backend: Any, model: Mode
 
 
 def test_what_does_not_fit_is_refused(backend: Any, model: Model, other: Model) -> None:
-    with pytest.raises(StageError, match="exceed 1024 tokens"):
+    with pytest.raises(StageError, match=r"exceed 1024 tokens; this is the most that the model's config allows"):
         backend.generate(model, prompts(backend, model), replace(PLAIN, max_tokens=1020), tiny.draws(GROUPS))
     with pytest.raises(StageError, match="serves one model"):
         backend.generate(other, prompts(backend, model), PLAIN, tiny.draws(GROUPS))

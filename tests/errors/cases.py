@@ -1,5 +1,6 @@
 """Broken graphs, files and flags that a check finds before anything runs."""
 
+from graphs.quickstart import TINY_QWEN3
 from tests.errors.harness import SCORE, Case, live_text
 
 NUMBER = "Field('number', dtype='float32')"
@@ -127,6 +128,16 @@ GRAPHS = [
     Case("unknown_advantage", {"advantage": 'Advantage("gae", eps=0)'}),
     Case("temperature_of_0", {"rollout": "Rollout(policy, on=sampler, samples_per_prompt=2, temperature=0)"}),
     Case("top_p_of_2", {"rollout": "Rollout(policy, on=sampler, samples_per_prompt=2, top_p=2)"}),
+    Case(
+        "longer_than_the_model",
+        {
+            "rollout": "Rollout(policy, on=sampler, samples_per_prompt=2, max_tokens=64)",
+            "policy": f"Model('tiny', config={TINY_QWEN3 | {'max_position_embeddings': 64}!r}, alphabet=task.alphabet)",
+            "extra": "(Evaluate(policy, task, on=sampler),)",
+        },
+        at=("rollout", "extra"),
+        top="from stages import Evaluate\n\n\n",
+    ),
     Case("learning_rate_below_0", {"train": "Train(policy, on=learner, loss=ClippedLoss(), lr=-1e-3)"}),
     Case(
         "minibatches_that_do_not_divide",

@@ -69,7 +69,7 @@ def test_families_are_those_that_a_test_is_run_with() -> None:
         ("gpt_oss", "megatron 1 rank", "no"),
         ("nemotron_h", "megatron CP", "no"),
         ("llama", "megatron EP", "-"),
-        ("nemotron_h, latent", "vllm 1 rank", "not run"),  # --check refuses it on a CPU only
+        ("nemotron_h, latent", "vllm 1 rank", "GPU"),  # --check refuses it on a CPU only
         ("qwen3_vl", "torch LoRA", "no"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -295,6 +296,18 @@ def test_the_export_is_a_folder_of_peft_and_merged_it_computes_what_was_trained(
         far = [float((trained(ids).logits - other(ids).logits).abs().max())
                for other in (merged, engine.network(policy.frozen(), "frozen"))]  # fmt: skip
     assert far[0] < 1e-5 < 1e-3 < far[1]
+
+
+def test_a_merge_with_a_folder_of_another_name_is_done_with_a_warning(finished: Path, tmp_path: Path) -> None:
+    assert command(finished, "run", "--model", str(tmp_path / "adapter"), program="export")[0] == 0
+    base = json.loads((tmp_path / "adapter/adapter_config.json").read_text())["base_model_name_or_path"]
+    shutil.copytree(base, tmp_path / "other")
+    flags = ("--model", str(tmp_path / "merged"), "--merge", str(tmp_path / "other"))
+    code, _, err = command(finished, "run", *flags, program="export")
+    (line,) = err.splitlines()
+    found = PROBLEM.fullmatch(line)
+    assert code == 0 and found and found["warning"] and f"{Path(base).name}'" in found["what"]
+    assert (tmp_path / "merged/model.safetensors").exists()
 
 
 def test_the_export_of_nemotron_h_has_the_names_of_its_folder(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from ops.flops import Transformer, model_flops, quadratic_cost
 from pipeline import Backend, Model, WorkerGroup
 from pipeline.plan.planner import plan
 from stages import Dynamic, Packed, PrevLogprobs, RefLogprobs, Train
-from stages.model_shape import attention_cost, launched_tokens, shape_faults
+from stages.model_shape import attention_cost, launched_tokens, positions, shape_faults
 from tests.unit.test_folder import DEEPSEEK, GLM, MIXTURE
 from tests.unit.test_torch_families import EXPERTS, GPT_OSS, NEMOTRON
 
@@ -40,6 +40,36 @@ def test_the_cost_is_that_of_the_operations() -> None:
     one, two = (model_flops(shape, [n], training=True) for n in (1000, 30_000))
     assert two / one == pytest.approx((30_000 + COST * 30_000**2) / (1000 + COST * 1000**2), rel=1e-3)
     assert pytest.approx(1e-4, rel=0.1) == COST
+
+
+@pytest.mark.parametrize(
+    ("changed", "most"),
+    [
+        ({}, None),
+        ({"max_position_embeddings": 4096}, 4096),
+        ({"max_position_embeddings": "4096"}, None),
+        ({"text_config": {"max_position_embeddings": 512}, "max_position_embeddings": 4096}, 512),
+        ({"max_position_embeddings": 4096, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}, 8192),
+        ({"max_position_embeddings": 4096, "rope_scaling": {"type": "dynamic", "factor": 4}}, 16384),
+        ({"max_position_embeddings": 4096, "rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, 4096),
+        (
+            {
+                "max_position_embeddings": 163840,
+                "rope_scaling": {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096},
+            },
+            163840,
+        ),
+        (
+            {
+                "max_position_embeddings": 32768,
+                "rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768},
+            },
+            131072,
+        ),
+    ],
+)
+def test_the_most_tokens_of_a_sample_are_those_of_the_config(changed: dict[str, Any], most: int | None) -> None:
+    assert positions(CONFIG | changed) == most
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.modules.module import register_module_forward_hook
 
 from pipeline import Model, StageContext, Task, WorkerGroup
 from pipeline.declare.columns import Ragged
@@ -83,6 +84,20 @@ def test_no_number_depends_on_where_old_logprobs_come_from(tmp_path: Path, setti
 def test_what_is_scored_beside_the_first_minibatch_counts_as_work(tmp_path: Path) -> None:
     flops = [trained(tmp_path, prev, minibatches=2)[0]["0 flops"] for prev in ("field", "own")]
     assert flops[0] < flops[1] < flops[0] * 7 / 6  # a forward pass over half of the batch: a sixth, about
+
+
+@pytest.mark.parametrize(("minibatches", "passes"), [(1, 4), (2, 4 + 2), (4, 4 + 3)])
+def test_all_but_the_first_minibatch_is_scored(tmp_path: Path, minibatches: int, passes: int) -> None:
+    """Passes through the network per step of 8 samples, 2 at a time."""
+    counted = 0
+
+    def count(module: torch.nn.Module, *_: Any) -> None:
+        nonlocal counted
+        counted += type(module).__name__.endswith("ForCausalLM")
+
+    with register_module_forward_hook(count):
+        trained(tmp_path, "own", minibatches=minibatches, microbatch=2)
+    assert counted == 2 * passes
 
 
 def test_only_what_no_stage_writes_is_computed_by_the_update() -> None:

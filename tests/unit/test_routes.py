@@ -26,9 +26,11 @@ from stages.routes import mixture_problems, routed_experts
 from tests.shares import weight_hash
 from tests.unit import tiny_graph
 from tests.unit.test_folder import DEEPSEEK, GLM, MIXTURE
+from tests.unit.test_torch_families import FAMILIES as OTHERS
 
 torch.set_num_threads(1)
 FAMILIES = {"qwen3_moe": MIXTURE, "glm4_moe": GLM, "deepseek_v3": DEEPSEEK}
+KNOWN = FAMILIES | {"nemotron_h": OTHERS["nemotron_h, experts"]}
 TEXTS = ["1", "0123456", "abc", "77", "abcab", "77"]
 WHOLE = Plain()
 WAYS = [WHOLE, Plain(2), Dynamic(24), Packed(24)]
@@ -37,7 +39,7 @@ SETTINGS = Optimization(lr=1e-2)
 
 
 def policy(family: str = "qwen3_moe", **changed: Any) -> Model:
-    return Model(family, config=FAMILIES[family] | changed, alphabet="0123456789abc", router_replay=True)
+    return Model(family, config=KNOWN[family] | changed, alphabet="0123456789abc", router_replay=True)
 
 
 def opened() -> Any:
@@ -126,6 +128,18 @@ def test_replaying_the_own_choice_changes_no_bit(case: Any, way: Any) -> None:
     without, others = updated(model, replace(batch, routes=None), way)
     assert with_routes.pop("router_disagreement") == 0.0
     assert with_routes == without and weight_hash(weights) == weight_hash(others)
+
+
+def test_experts_stay_with_their_tokens_where_packed_rows_are_rectangles() -> None:
+    """The torch backend packs no rows of a NemotronH (stages/backends/torch/rows.py)."""
+    model, backend = policy("nemotron_h"), opened()
+    batch, _ = sampled(backend, model)
+    tokens, random = len(batch.routes.values) // 2, torch.Generator().manual_seed(0)  # 1 layer, 2 of 4 experts
+    chosen = torch.rand(tokens, 4, generator=random).argsort(-1)[:, :2].flatten().to(torch.uint8)
+    given = Ragged(chosen, batch.routes.lengths)
+    wanted = scored(backend, model, batch, WHOLE, given)
+    assert not torch.allclose(wanted, scored(backend, model, batch), atol=1e-3)
+    torch.testing.assert_close(scored(backend, model, batch, Packed(24), given), wanted, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3"])

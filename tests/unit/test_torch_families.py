@@ -207,6 +207,9 @@ def test_an_adapter_has_all_linear_layers_but_experts_and_those_that_vllm_transf
     ("family", "target", "why"),
     [
         ("gpt_oss", "down_proj", "experts are computed together"),
+        ("gpt_oss", "router", "routers stay as they are"),
+        ("glm4_moe", "gate", "routers stay as they are"),
+        ("deepseek_v3", "gate", "routers stay as they are"),
         ("deepseek_v3", "kv_b_proj", "vLLM multiplies it"),
         ("deepseek_v3", "q_proj", "no layer of the model has that name"),
         ("nemotron_h", "conv1d", "a convolution is no linear layer"),

@@ -34,6 +34,14 @@ def draws(count: int, seed: int = 0) -> Draws:
     return Draws(seed, tuple(range(count)), (0,) * count)
 
 
+def test_a_response_that_may_leave_the_positions_of_the_model_is_refused(backend: TorchEngine) -> None:
+    most = CONFIG["max_position_embeddings"]
+    prompts = backend.encode(POLICY, ["1", "01234"])
+    backend.generate(POLICY, prompts, Sampling(most - 5), draws(2))
+    with pytest.raises(StageError, match=rf"a prompt of 5 tokens and max_tokens={most - 4} exceed {most} tokens"):
+        backend.generate(POLICY, prompts, Sampling(most - 4), draws(2))
+
+
 RAGGED = ["1", "0123456789", "abc", "77", "abcabc"]
 SHARED = ["123"] * 3 + ["45678"] * 4 + ["123"]
 

@@ -113,7 +113,7 @@ def fits(group: WorkerGroup, config: Mapping[str, Any], where: str) -> Iterator[
             where=where,
             what=f"weights='fp8', and with tensor_parallel={group.tensor_parallel} a rank has {part}",
             why="a scale belongs to a block of 128 x 128 weights, and vLLM divides and stacks whole blocks only",
-            fix="another tensor_parallel, or weights='auto'",
+            fix="weights='auto'" if group.tensor_parallel == 1 else "another tensor_parallel, or weights='auto'",
         )
     yield from cache_problems(group, config, where)
     if group.draft is not None and (drafts := known_config(group.draft)) and not shape_faults(drafts):
