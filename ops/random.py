@@ -49,9 +49,11 @@ def philox4x32(counter: Sequence[Words], key: tuple[int, int]) -> tuple[Words, W
 
 
 def uniform(
-    seed: int, stream: int, admission_N: Sequence[int], index_N: Sequence[int], tokens: int, start: int = 0
-) -> NDArray[np.float64]:
-    """Return random numbers [N, tokens] in the open interval (0, 1), for `tokens` tokens of each sample from `start`.
+    seed: int, stream: int, admission_N: Sequence[int], index_N: Sequence[int], tokens: int,
+    start: int | Sequence[int] = 0,
+) -> NDArray[np.float64]:  # fmt: skip
+    """Return random numbers [N, tokens] in the open interval (0, 1), for `tokens` tokens of each sample from `start`,
+    which is one number or one per sample.
 
     `seed` is below 2**64; `stream` separates uses; `admission_N` is the group's admission number, and `index_N` the
     sample's index in the group. Each value is (k + 1/2) / 2**52 with k of 52 random bits, so it is exact in float64 and
@@ -60,12 +62,18 @@ def uniform(
     admission, index = _words("admission_N", admission_N), _words("index_N", index_N, _PERMUTATION_INDEX)
     if admission.shape != index.shape:
         raise ValueError(f"admission_N has {len(admission)} entries and index_N {len(index)}; they must match")
-    if tokens < 0 or start < 0 or start + tokens > 2 * _WORD:
-        raise ValueError(f"tokens {start} to {start + tokens} are not in 0 to 2**33")
-    block = np.arange(start // 2, (start + tokens + 1) // 2, dtype=np.uint64)
-    bits = _bits(seed, stream, block[None, :], index[:, None], admission[:, None]) >> np.uint64(12)
+    starts = np.array([start] if isinstance(start, int) else start, dtype=np.int64).reshape(-1)
+    if len(starts) not in (1, len(admission)):
+        raise ValueError(f"start has {len(starts)} entries, and there are {len(admission)} samples")
+    first, last = (int(starts.min()), int(starts.max())) if len(starts) else (0, 0)
+    if tokens < 0 or first < 0 or last + tokens > 2 * _WORD:
+        raise ValueError(f"tokens {first} to {last + tokens} are not in 0 to 2**33")
+    odd_N1 = (starts % 2)[:, None]
+    blocks = np.arange((tokens + 1 + int(odd_N1.max(initial=0))) // 2)
+    block = ((starts // 2)[:, None] + blocks).astype(np.uint64)
+    bits = _bits(seed, stream, block, index[:, None], admission[:, None]) >> np.uint64(12)
     values = (bits.astype(np.float64) + 0.5) * 2.0**-52
-    return values[:, start % 2 : start % 2 + tokens]
+    return np.take_along_axis(values, np.broadcast_to(odd_N1 + np.arange(tokens), (len(admission), tokens)), axis=1)
 
 
 def permutation(seed: int, stream: int, count: int) -> NDArray[np.int64]:

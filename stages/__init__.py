@@ -7,6 +7,8 @@ Importing this package loads no tensor library; a backend loads when a worker se
 
 from pipeline.declare.sharding import Dynamic, Packed
 from stages.advantage import Advantage
+from stages.episode.environment import Call, Deadlines, End, Environment, Messages, Reply, Tool
+from stages.episode.stage import Episode
 from stages.evaluate import Evaluate
 from stages.filter import Filter
 from stages.logprobs import PrevLogprobs, RefLogprobs
@@ -28,23 +30,30 @@ from stages.reward import Reward
 from stages.reward_model import RewardModel
 from stages.rollout import Rollout
 from stages.sources import Dataset, Mixture
-from stages.tasks import Generated
+from stages.tasks import Calculated, Generated
 from stages.train import Train
 from stages.warm_start import Supervised
 
 __all__ = [
     "Advantage",
+    "Calculated",
+    "Call",
     "CispoLoss",
     "ClippedLoss",
     "Correction",
     "Dataset",
+    "Deadlines",
     "Decoupled",
     "Dynamic",
+    "End",
+    "Environment",
+    "Episode",
     "Evaluate",
     "Filter",
     "Generated",
     "IcePop",
     "LoRA",
+    "Messages",
     "Mixture",
     "Packed",
     "PolicyLoss",
@@ -52,6 +61,7 @@ __all__ = [
     "Prompts",
     "RefLogprobs",
     "Refit",
+    "Reply",
     "Reward",
     "RewardModel",
     "Rollout",
@@ -59,6 +69,7 @@ __all__ = [
     "SequenceMask",
     "Supervised",
     "Train",
+    "Tool",
     "TransportName",
     "TruncatedIS",
 ]

@@ -1,6 +1,7 @@
 """Filter: drops whole groups; other prompts are sampled instead (dynamic sampling, DAPO, arXiv 2503.14476).
 
     Filter("zero_spread")                                # all rewards equal: the group would teach nothing
+    Filter("complete")                                   # an episode of the group was lost: its machine failed
     Filter("zero_spread", of="reward_exact_match")       # uses one of several rewards, as in the paper
 
     def learnable(reward: list[float], truncated: list[bool]) -> bool:
@@ -26,12 +27,13 @@ from pipeline.declare.columns import Columns, plain_values
 from pipeline.declare.stage import Gate
 from pipeline.errors import CALLED, Problem, is_users, message_of, shown
 from stages.scoring import fields_of, name_of, parameters_of, short, where_of
-from stages.vocabulary import KEPT, REWARD, field_named
+from stages.vocabulary import END, KEPT, REWARD, field_named
 
 if TYPE_CHECKING:
     from pipeline import Graph, WorkerGroup
 
-RULES = ("zero_spread",)
+RULES = ("zero_spread", "complete")
+LOST = "lost:"  # how the `end` of an episode begins that the machines failed
 Rule = Callable[..., bool]
 
 _EXAMPLE = "def learnable(reward: list[float]) -> bool: return 0 < sum(reward) < len(reward)"
@@ -41,9 +43,11 @@ _EXAMPLE = "def learnable(reward: list[float]) -> bool: return 0 < sum(reward) <
 class Filter(Stage):
     """Keeps or drops each group.
 
-    rule        "zero_spread" drops a group whose values of `of` are all equal (arXiv 2503.14476, section 3.2). Or a
+    rule        "zero_spread" drops a group whose values of `of` are all equal (arXiv 2503.14476, section 3.2);
+                "complete" drops one with a lost episode (stages/episode/stage.py). Or a
                 function of one group that returns whether to keep it: as in a reward function, its parameters name
                 fields; each is a list with one value per sample. `reward_<function>` are numbers
+    episodes    whether a group with a lost episode is dropped before the rule is asked
     of          for "zero_spread": the field to compare. The paper compares correctness, so if the reward also contains
                 a length penalty, name the part: of="reward_exact_match"
     max_rounds  maximum number of groups sampled for one step, as a multiple of the batch. More are an error, as when a
@@ -58,6 +62,7 @@ class Filter(Stage):
     rule: str | Rule = "zero_spread"
     _: KW_ONLY
     of: str = REWARD.name
+    episodes: bool = False
     max_rounds: int = 10
     on: WorkerGroup | None = None
     reads: Sequence[Field] = field(init=False)
@@ -67,9 +72,20 @@ class Filter(Stage):
     per = "group"
 
     def __post_init__(self) -> None:
-        names = [self.of] if isinstance(self.rule, str) else fields_of(self.rule)
+        names = fields_of(self.rule) if not isinstance(self.rule, str) else [] if self.is_complete else [self.of]
+        names += [END.name] if self._ends and END.name not in names else []
         object.__setattr__(self, "gate", Gate(KEPT, self.max_rounds))
         object.__setattr__(self, "reads", tuple(made for name in names if (made := _field(name)) and not made.per_step))
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether it drops groups with lost episodes and no others."""
+        return isinstance(self.rule, str) and self.rule == "complete"
+
+    @property
+    def _ends(self) -> bool:
+        """Whether it looks for lost episodes."""
+        return self.episodes is True or self.is_complete
 
     def check(self, graph: Graph) -> Iterable[Problem]:
         """Check that the rule is known or can be called with fields, and that it can tell groups apart."""
@@ -96,6 +112,8 @@ class Filter(Stage):
                 fix=f"did you mean {near[0]!r}?" if near else f"write Filter({RULES[0]!r}), or {_EXAMPLE}",
             )
             return
+        if self.is_complete:
+            return
         made = _field(self.of)
         if made is None or made.per_step or made.ragged or made.inner or made.dtype == "str":
             yield Problem(
@@ -118,13 +136,17 @@ class Filter(Stage):
 
         size = context.group_size
         decide = self._zero_spread if isinstance(self.rule, str) else self._by_function()
+        own = {END.name} - set(fields_of(self.rule) if callable(self.rule) else ())  # which the rule does not get
 
         def run(columns: Columns, task: Task) -> Output:
             plain = {made.name: plain_values(columns[made.name]) for made in self.reads}
             dropped = {}
             for position, group in enumerate(task.groups):
                 inputs = {name: values[position * size : (position + 1) * size] for name, values in plain.items()}
-                reason = decide(inputs, f"group {group} of step {task.step + 1}")
+                reason = next((end for end in inputs.get(END.name, ()) if end.startswith(LOST)), None)
+                if reason is None and not self.is_complete:
+                    asked = {name: values for name, values in inputs.items() if name not in own}
+                    reason = decide(asked, f"group {group} of step {task.step + 1}")
                 if reason is not None:
                     dropped[position] = reason
             kept = torch.ones((len(task.groups) - len(dropped)) * size, dtype=torch.bool)

@@ -51,15 +51,18 @@ if TYPE_CHECKING:
     from stages.backends import Engine
 
 
-_RULES = (
-    at_least("max_tokens", 1, most=2**31, why="max_tokens must be a whole number from 1 to 2**31", fix=512),
+SAMPLING_RULES = (
     number("temperature", lambda value: value > 0, why="temperature must be a number above 0", fix=1.0),
     number("top_p", lambda value: 0 < value <= 1, why="top_p must be a number above 0 and at most 1", fix=1.0),
     at_least("top_k", 0, why="top_k must be a whole number, 0 (off) or more"),
     number("min_p", lambda value: 0 <= value < 1, why="min_p must be a number from 0 (off) to below 1", fix=0.0),
-    at_least("decode_batch", 0, why="decode_batch must be a whole number of groups, or 0 for all of the task"),
     Rule("stop", lambda value: _are_texts(value), "stop must be a tuple of strings", lambda value: _as_stop(value)),
     truth("chat", fix=False),
+)
+_RULES = (
+    at_least("max_tokens", 1, most=2**31, why="max_tokens must be a whole number from 1 to 2**31", fix=512),
+    *SAMPLING_RULES,
+    at_least("decode_batch", 0, why="decode_batch must be a whole number of groups, or 0 for all of the task"),
 )
 
 
@@ -190,7 +193,7 @@ class Rollout(Stage):
         )
         async with aclosing(stream):
             async for event in stream:
-                _check_event(event, backend.served_version(self.model, task.version))
+                check_event(event, backend.served_version(self.model, task.version))
                 if isinstance(event, Cancelled):
                     yield Output(cancelled={wanted[group]: tokens for group, tokens in event.tokens.items()})
                     continue
@@ -262,7 +265,7 @@ def _as_stop(value: Any) -> str:
     return f"stop=({value!r},)" if isinstance(value, str) else "stop=()"
 
 
-def _check_event(event: object, served: object) -> None:
+def check_event(event: object, served: object) -> None:
     """Raise if a backend's stream yields something else, or samples of a version that it does not serve. A version that
     is on its way may be sampled from before the backend counts it as served."""
     if isinstance(event, Cancelled):

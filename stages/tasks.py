@@ -23,8 +23,10 @@ if TYPE_CHECKING:
 
     from pipeline import Model
 
-LETTERS = {"reverse": "r", "sort": "s", "add": "a"}
+LETTERS = {"reverse": "r", "sort": "s", "add": "a", "multiply": "m"}
+SIGNS = {"add": "+", "multiply": "*"}  # of tasks with two numbers
 MAX_DIGITS = 6
+CALL = "="  # ends the call of a calculator
 _SPLIT_STREAM = 2**32 - 1  # of the permutation that selects held-out prompts; epochs count up from 0
 
 
@@ -32,15 +34,16 @@ _SPLIT_STREAM = 2**32 - 1  # of the permutation that selects held-out prompts; e
 class Generated:
     """All prompts of one task, in an order fixed by `seed`, split into held-out and training prompts.
 
-    task      "reverse" (r1234> gives 4321), "sort" (s4312> gives 1234) or "add" (a12+34> gives 046)
-    digits    digits per prompt, 1 to 6; for "add" the total of both numbers, so even. There are 10**digits prompts
+    task      "reverse" (r1234> gives 4321), "sort" (s4312> gives 1234), "add" (a12+34> gives 046) or "multiply"
+              (m12*34> gives 0408)
+    digits    digits per prompt, 1 to 6; with two numbers the total of both, so even. There are 10**digits prompts
     held_out  number of prompts that training never sees
     seed      selects the held-out prompts
 
     All answers have the same length. Raises ValueError with the allowed range if a parameter is outside it.
     """
 
-    task: Literal["reverse", "sort", "add"] = "reverse"
+    task: Literal["reverse", "sort", "add", "multiply"] = "reverse"
     digits: int = 4
     held_out: int = 1000
     seed: int = 0
@@ -50,8 +53,10 @@ class Generated:
             raise ValueError(f"task {self.task!r} is not one of {', '.join(LETTERS)}")
         if not (is_whole(self.digits, 1) and self.digits <= MAX_DIGITS):
             raise ValueError(f"digits={self.digits!r} is not a whole number from 1 to {MAX_DIGITS}")
-        if self.task == "add" and self.digits % 2:
-            raise ValueError(f"digits={self.digits} is odd; 'add' has two numbers of equal length: 2, 4 or 6 digits")
+        if self.task in SIGNS and self.digits % 2:
+            raise ValueError(
+                f"digits={self.digits} is odd; {self.task!r} has two numbers of equal length: 2, 4 or 6 digits"
+            )
         if not (is_whole(self.held_out, 0) and self.held_out < self.size):
             raise ValueError(
                 f"held_out={self.held_out!r} is not a whole number from 0 to {self.size - 1}: "
@@ -68,7 +73,7 @@ class Generated:
     @property
     def alphabet(self) -> str:
         """Every character of prompts and answers, once each."""
-        return "0123456789" + LETTERS[self.task] + ("+>" if self.task == "add" else ">")
+        return "0123456789" + LETTERS[self.task] + SIGNS.get(self.task, "") + ">"
 
     @property
     def max_answer(self) -> int:
@@ -103,7 +108,27 @@ class Generated:
         if self.task == "sort":
             return f"{letter}{text}>", "".join(sorted(text))
         first, second = text[: self.digits // 2], text[self.digits // 2 :]
-        return f"{letter}{first}+{second}>", f"{int(first) + int(second):0{self.max_answer}d}"
+        made = int(first) + int(second) if self.task == "add" else int(first) * int(second)
+        return f"{letter}{first}{SIGNS[self.task]}{second}>", f"{made:0{self.max_answer}d}"
+
+
+@dataclass(frozen=True)
+class Calculated:
+    """Turns of a task with two numbers that is solved with a calculator: m12*34> gives the call 12*34=, and after its
+    result, in m12*34>12*34=0408>, the answer 0408."""
+
+    source: Generated
+
+    @property
+    def alphabet(self) -> str:
+        """Every character of prompts, calls and answers, once each."""
+        return f"{self.source.alphabet}{CALL}"
+
+    def train(self, index: int, order: int = 0) -> tuple[str, str]:
+        """Return what the model sees, and its turn: of each pair of the source first the call, then the answer."""
+        prompt, answer = self.source.train(index // 2, order)
+        call = f"{prompt[1:-1]}{CALL}"
+        return (f"{prompt}{call}{answer}>", answer) if index % 2 else (prompt, call)
 
 
 @lru_cache(maxsize=4)

@@ -22,6 +22,12 @@ RESPONSE_IDS = Field("response_ids", dtype="int64", dims="N T", unit="token", lo
 TOKEN_VERSIONS = Field("token_versions", dtype="int32", dims="N T", unit="version", low=-1, hint=_ROLLOUT)
 ROLLOUT_LOGPROBS = Field("rollout_logprobs", dtype="float32", dims="N T", unit="nat", high=0.0, hint=_ROLLOUT)
 TRUNCATED = Field("truncated", dtype="bool", hint=_ROLLOUT)
+_EPISODE = "add Episode(policy, environment, on=sampler)"
+# of an episode: what was said, as JSON; how it ended; the response tokens so far and the reward, at each turn's end
+CONVERSATION = Field("conversation", dtype="str", hint=_EPISODE)
+END = Field("end", dtype="str", hint=_EPISODE)
+TURN_ENDS = Field("turn_ends", dtype="int64", dims="N U", unit="token", low=0, hint=_EPISODE)
+TURN_REWARDS = Field("turn_rewards", dtype="float32", dims="N U", hint=_EPISODE)
 MODEL_REWARD = Field("model_reward", dtype="float32", hint='add RewardModel(Model("the reward model"), on=judge)')
 REWARD = Field("reward", dtype="float32", hint="add Reward(exact_match)")
 KEPT = Field("kept", dtype="bool", hint="add Filter()")

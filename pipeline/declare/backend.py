@@ -43,6 +43,8 @@ class Backend:
     adapts    whether it trains or serves adapters; Model(lora=...) is refused otherwise
     replays   the devices on which it returns the experts that it chose, or computes with given ones: "cpu", "cuda";
               Model(router_replay=True) is refused on others
+    joins     whether samples join those that are decoded already; otherwise a stream is decoded from its first to its
+              last token, and the turns of episodes wait for each other
     sees      whether its methods take the images of prompts; Model(images=True) is refused otherwise
     """
 
@@ -60,6 +62,7 @@ class Backend:
     own_classes: bool = False
     adapts: bool = False
     replays: tuple[str, ...] = ()
+    joins: bool = False
     sees: bool = False
 
 

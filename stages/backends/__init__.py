@@ -108,6 +108,7 @@ for _backend in (
         checks="stages.backends.vllm.limits:problems",
         fits="stages.backends.vllm.limits:fits",
         leads=True,
+        joins=True,
         own_classes=True,
         adapts=True,
         replays=("cuda",),

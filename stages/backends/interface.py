@@ -34,8 +34,8 @@ class Sampling:
 
     Probabilities are softmax(logits / temperature), truncated by `min_p` (a fraction of the largest one), then `top_k`
     (0 means all), then `top_p`, and renormalized. `greedy` takes the most probable token instead and ignores the other
-    settings. A response ends with an end-of-sequence token, with one of the `stop` texts, or after `max_tokens` tokens.
-    `routes` asks for the experts of each token.
+    settings. A response ends with an end-of-sequence token, with one of the `stop` texts, or after `max_tokens` tokens;
+    with `limits`, after as many as the sample's, none of which is larger. `routes` asks for the experts of each token.
     """
 
     max_tokens: int
@@ -46,22 +46,34 @@ class Sampling:
     greedy: bool = False
     min_p: float = 0.0
     routes: bool = False
+    limits: tuple[int, ...] = ()
+
+    def limit(self, sample: int) -> int:
+        """The most tokens of a sample, by its position."""
+        return self.limits[sample] if self.limits else self.max_tokens
 
 
 @dataclass(frozen=True)
 class Draws:
     """Determines the random numbers of samples: the run's seed, and per sample the admission number of its group and
-    its index in the group. A sample depends on nothing else."""
+    its index in the group; with `places`, also how many tokens the sample has before those that are drawn. A sample
+    depends on nothing else."""
 
     seed: int
     groups: tuple[int, ...]
     samples: tuple[int, ...]
+    places: tuple[int, ...] = ()
+
+    def of(self, position: int) -> tuple[int, int, int, int]:
+        """The seed, group, sample and place of one sample."""
+        place = self.places[position] if self.places else 0
+        return self.seed, self.groups[position], self.samples[position], place
 
     def uniforms(self, tokens: int) -> np.ndarray:
         """Random numbers [N, tokens] in (0, 1)."""
         from ops.random import uniform
 
-        return uniform(self.seed, STREAM_ROLLOUT, self.groups, self.samples, tokens)
+        return uniform(self.seed, STREAM_ROLLOUT, self.groups, self.samples, tokens, self.places or 0)
 
 
 @dataclass(frozen=True, eq=False)

@@ -22,7 +22,7 @@ KINDS = (Sampling(5), replace(Sampling(7), temperature=0.7, top_k=20), replace(S
 def settings(name: str, sampling: Sampling, sample: int) -> dict[str, Any]:
     from stages.backends.vllm.choice import request_choice
 
-    return request_choice(name, sampling, None if sampling.greedy else (3, 0, sample))
+    return request_choice(name, sampling, None if sampling.greedy else (3, 0, sample, 0))
 
 
 def step(table: Any, logits_BV: torch.Tensor, slots: list[int], places: list[int]) -> list[int]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -87,6 +87,28 @@ class Tokenizers:
                 )
             ) from error
 
+    def rendered(self, model: Model, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> str:
+        """The text of messages in the model's chat template, up to the start of the assistant's answer. Raises
+        StageError without a template."""
+        tokenizer = self.tokenizer(model)
+        _check_template(tokenizer, model)
+        made: Any = tokenizer.apply_chat_template(
+            [dict(message) for message in messages],
+            tools=[dict(tool) for tool in tools] or None,
+            add_generation_prompt=True,
+            tokenize=False,
+        )
+        return made
+
+    def tokens(self, model: Model, text: str) -> torch.Tensor:
+        """Token ids of a rendered text, which has its special tokens already."""
+        return torch.tensor(self.tokenizer(model)(text, add_special_tokens=False).input_ids, dtype=torch.long)
+
+    def written(self, model: Model, ids: torch.Tensor) -> str:
+        """The text of tokens, with special tokens."""
+        made: Any = self.tokenizer(model).decode(ids.tolist(), skip_special_tokens=False)
+        return made
+
     def decode(self, model: Model, ids: Ragged) -> list[str]:
         """The texts, without special tokens."""
         rows = [tuple(row.tolist()) for row in ids.rows()]
@@ -150,19 +172,23 @@ def _encoded(tokenizer: PreTrainedTokenizerBase, model: Model, texts: Sequence[s
 
 def _templated(tokenizer: PreTrainedTokenizerBase, model: Model, texts: Sequence[str]) -> list[list[int]]:
     """Token ids of message lists, up to the start of the assistant's answer."""
+    _check_template(tokenizer, model)
+    made: Any = [
+        tokenizer.apply_chat_template(json.loads(text), add_generation_prompt=True, return_dict=False) for text in texts
+    ]
+    return made
+
+
+def _check_template(tokenizer: PreTrainedTokenizerBase, model: Model) -> None:
     if not tokenizer.chat_template:
         raise StageError(
             Problem(
                 where=str(model.location),
                 what=f"the tokenizer of {model.source!r} has no chat template",
                 why="the model's template turns messages into a prompt",
-                fix="a chat model, or Rollout(..., chat=False)",
+                fix="a chat model, or chat=False",
             )
         )
-    made: Any = [
-        tokenizer.apply_chat_template(json.loads(text), add_generation_prompt=True, return_dict=False) for text in texts
-    ]
-    return made
 
 
 def _cannot_say(model: Model, text: str, unknown: list[str]) -> StageError:

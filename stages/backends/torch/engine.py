@@ -293,12 +293,13 @@ def _pad(tokenizer: PreTrainedTokenizerBase) -> int:
 
 def _check_length(model: Model, network: PreTrainedModel, prompt_ids: Ragged, sampling: Sampling) -> None:
     """Raise StageError if a response may become longer than the model allows."""
-    longest, most = max(prompt_ids.lengths), positions(network.config.to_dict())
-    if most is not None and longest + sampling.max_tokens > most:
+    most = positions(network.config.to_dict())
+    longest, limit = max(((length, sampling.limit(n)) for n, length in enumerate(prompt_ids.lengths)), key=sum)
+    if most is not None and longest + limit > most:
         raise StageError(
             Problem(
                 where=str(model.location),
-                what=f"a prompt of {longest} tokens and max_tokens={sampling.max_tokens} exceed {most} tokens",
+                what=f"a prompt of {longest} tokens and max_tokens={limit} exceed {most} tokens",
                 why="this is the most that the model's config allows (max_position_embeddings)",
                 fix="a smaller max_tokens, or shorter prompts",
             )

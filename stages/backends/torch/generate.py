@@ -81,7 +81,7 @@ def decode(
         cache, logits_BV, mask_BS, next_B = _prefill(network, prompt_ids, pad, seen)
     device = network.device
     uniforms_NT = None if uniforms is None else torch.as_tensor(uniforms, device=device)
-    samples = _Samples(len(prompt_ids), group_size, sampling.max_tokens, closing, pad, device)
+    samples = _Samples(len(prompt_ids), group_size, sampling, closing, pad, device)
     if experts:
         distinct = _distinct(prompt_ids, None if seen is None else seen[1])
         samples.routes = Routes(experts, *distinct, sampling.max_tokens)
@@ -90,7 +90,7 @@ def decode(
         uniform_B = None if uniforms_NT is None else uniforms_NT[rows_B, t]
         chosen_B, logprobs_B = choose(logits_BV, sampling, uniform_B)
         samples.add(rows_B, chosen_B, logprobs_B, stamp)
-        ended = samples.ended(last=t + 1 == sampling.max_tokens)
+        ended = samples.ended()
         yield Decoded(ended, samples.made(ended)) if ended else None
         if given_up := tuple(group for group in samples.running if unwanted(group)):
             yield Cancelled(samples.give_up(given_up))
@@ -127,12 +127,14 @@ class _Samples:
     """
 
     def __init__(
-        self, count: int, size: int, max_tokens: int, closing: Sequence[int], pad: int, device: torch.device
+        self, count: int, size: int, sampling: Sampling, closing: Sequence[int], pad: int, device: torch.device
     ) -> None:
         self.size, self.pad, self.ends = size, pad, torch.tensor(sorted(closing), device=device)
-        self.tokens_NT = torch.full((count, max_tokens), pad, device=device)
-        self.logprobs_NT = torch.zeros(count, max_tokens, device=device)
+        self.tokens_NT = torch.full((count, sampling.max_tokens), pad, device=device)
+        self.logprobs_NT = torch.zeros(count, sampling.max_tokens, device=device)
         self.lengths_N = torch.zeros(count, dtype=torch.long, device=device)
+        self.limits_N = torch.tensor([sampling.limit(n) for n in range(count)], device=device)
+        self.whole_N = torch.zeros(count, dtype=torch.bool, device=device)  # with a closing token
         self.closed_N = torch.zeros(count, dtype=torch.bool, device=device)
         self.versions_T: list[int] = []  # one forward pass computes one token of every sample
         self.running, self.open = list(range(count // size)), count
@@ -145,21 +147,22 @@ class _Samples:
         self.tokens_NT[rows_B, t] = torch.where(open_B, chosen_B, self.pad)
         self.logprobs_NT[rows_B, t] = logprobs_B
         self.lengths_N[rows_B] += open_B
-        self.closed_N[rows_B] |= torch.isin(chosen_B, self.ends)
+        self.whole_N[rows_B] |= open_B & torch.isin(chosen_B, self.ends)
+        self.closed_N |= self.whole_N | (self.lengths_N >= self.limits_N)
         self.versions_T.append(version)
 
-    def ended(self, *, last: bool) -> tuple[int, ...]:
-        """The groups that ended since the last call; at the `last` token, all that remain."""
+    def ended(self) -> tuple[int, ...]:
+        """The groups that ended since the last call."""
         open_G = (~self.closed_N).view(-1, self.size).sum(-1).tolist()
         before = self.running
-        self.running = [] if last else [group for group in before if open_G[group]]
+        self.running = [group for group in before if open_G[group]]
         self.open = sum(open_G)
-        return tuple(group for group in before if last or not open_G[group])
+        return tuple(group for group in before if not open_G[group])
 
     def give_up(self, groups: Sequence[int]) -> dict[int, int]:
         """Close running groups. Returns the length of each one's longest samples, which are the open ones."""
         self.closed_N.view(-1, self.size)[list(groups)] = True
-        self.ended(last=False)
+        self.ended()
         return dict.fromkeys(groups, len(self.versions_T))
 
     def made(self, groups: Sequence[int]) -> Generation:
@@ -171,7 +174,7 @@ class _Samples:
         return Generation(
             unpad_right(self.tokens_NT[rows, :width], lengths),
             unpad_right(self.logprobs_NT[rows, :width], lengths),
-            ~self.closed_N[rows].cpu(),
+            ~self.whole_N[rows].cpu(),
             unpad_right(versions_NT, lengths),
             routes=self.routes.of(samples_of(groups, self.size), lengths) if self.routes else None,
         )

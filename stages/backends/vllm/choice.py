@@ -46,8 +46,8 @@ class BatchRow:
         sampling = Sampling(**message["sampling"])
         if message["draw"] is None:
             return BatchRow(message["name"], sampling, None, tokens)
-        seed, group, sample = message["draw"]
-        uniforms_T = Draws(seed, (group,), (sample,)).uniforms(sampling.max_tokens + spare)[0]
+        seed, group, sample, place = message["draw"]
+        uniforms_T = Draws(seed, (group,), (sample,), (place,)).uniforms(sampling.max_tokens + spare)[0]
         return BatchRow(message["name"], sampling, uniforms_T, tokens)
 
 
@@ -94,8 +94,8 @@ def passes_of(names: Sequence[str]) -> list[int]:
     return [_passes.pop(name, 0) for name in names]
 
 
-def request_choice(name: str, sampling: Sampling, draw: tuple[int, int, int] | None) -> dict[str, Any]:
-    """A request's settings for `Choice`, as plain values. `draw` is (seed, group, sample); None for greedy."""
+def request_choice(name: str, sampling: Sampling, draw: Sequence[int] | None) -> dict[str, Any]:
+    """A request's settings for `Choice`, as plain values. `draw` is that of `Draws.of`; None for greedy."""
     message = {
         "max_tokens": sampling.max_tokens,
         "temperature": sampling.temperature,

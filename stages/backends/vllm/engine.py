@@ -206,16 +206,15 @@ class VllmEngine(Tokenizers):
         from stages.backends.vllm.requests import Request
 
         served = self._of(model)
-        if max(prompt_ids.lengths) + sampling.max_tokens > served.longest:
-            raise StageError(self._too_long(max(prompt_ids.lengths), sampling.max_tokens, served.longest))
+        longest, limit = max(((length, sampling.limit(n)) for n, length in enumerate(prompt_ids.lengths)), key=sum)
+        if longest + limit > served.longest:
+            raise StageError(self._too_long(longest, limit, served.longest))
         made, pictures = [], self.pictures(model, images)
         for position, prompt in enumerate(prompt_ids.rows()):
             name = str(next(self._names))
-            draw = None if draws is None else (draws.seed, draws.groups[position], draws.samples[position])
-            choice = request_choice(name, sampling, draw)
-            params = parameters(
-                max_tokens=sampling.max_tokens, closing=served.closing, stop=sampling.stop, choice=choice
-            )
+            choice = request_choice(name, sampling, None if draws is None else draws.of(position))
+            limit = sampling.limit(position)
+            params = parameters(max_tokens=limit, closing=served.closing, stop=sampling.stop, choice=choice)
             request = Request(position=position, name=name, prompt=prompt.tolist(), params=params)
             if pictures is not None:
                 request.pictures = pictures[position]

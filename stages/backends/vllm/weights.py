@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -30,6 +28,7 @@ from stages.backends.model.places import placed
 from stages.backends.refit.target import Received
 from stages.images import is_seeing
 from stages.lora import LoRA
+from stages.pickling import pickled
 
 
 @lru_cache(maxsize=1)
@@ -103,28 +102,6 @@ def route_from(transport: str | bytes, meeting: dict[str, Any] | None) -> Route:
 
 
 NOTHING = Summed(b"", b"")
-
-
-def pickled(value: object) -> bytes:
-    """Pickle an object, with its class if that is the user's: vLLM's workers cannot import it."""
-    with _by_value(type(value).__module__):
-        return cloudpickle.dumps(value)
-
-
-@contextmanager
-def _by_value(name: str) -> Iterator[None]:
-    module = sys.modules.get(name)
-    if module is None or name.partition(".")[0] in ("ops", "stages", "builtins"):
-        yield
-        return
-    known = module.__name__ in cloudpickle.list_registry_pickle_by_value()
-    if not known:
-        cloudpickle.register_pickle_by_value(module)
-    try:
-        yield
-    finally:
-        if not known:
-            cloudpickle.unregister_pickle_by_value(module)
 
 
 def _landed(content: np.ndarray) -> SharedMemory:

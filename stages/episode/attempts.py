@@ -1,0 +1,142 @@
+"""One episode in its environment: calls with deadlines, repeated in a fresh process if they fail. Knows no tokens.
+
+Draws are repeated, so a failure at the same turn of a fresh environment is the policy's doing, and one that does not
+come again was the machine's. What the policy caused is an end like others, `failed:<turn>:<kind>`; an episode that
+fails otherwise, more than `retries` times, is lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+from stages.episode.environment import Deadlines, End, Messages, Reply, Said
+from stages.episode.processes import EnvironmentFailedError, Place, Processes
+
+
+class EpisodeLostError(Exception):
+    """An episode that machines have failed: the method, and the kind of its last failure."""
+
+    def __init__(self, failed: EnvironmentFailedError) -> None:
+        super().__init__(f"lost:{failed.method}:{failed.kind}")
+        self.failed = failed
+
+    @property
+    def end(self) -> str:
+        """How the episode ended."""
+        return str(self)
+
+
+class Attempts:
+    """An episode in environments, one after the other. `number` is unique among those of the worker."""
+
+    def __init__(
+        self,
+        processes: Processes,
+        number: int,
+        row: Mapping[str, Any],
+        seed: tuple[int, ...],
+        deadlines: Deadlines,
+        retries: int,
+    ) -> None:
+        self._processes, self._number, self._row, self._seed = processes, number, dict(row), seed
+        self._deadlines, self._left = deadlines, retries
+        self._place: Place | None = None
+        self._own = False  # whether the process is this episode's alone
+        self._turns: list[tuple[Reply, Messages]] = []  # that were answered
+        self._first: Said = ""
+        self.retried = 0
+
+    async def open(self) -> Said:
+        """What the policy sees first. Raises EpisodeLostError."""
+        while True:
+            try:
+                self._first = await self._opened()
+                return self._first
+            except EnvironmentFailedError as error:
+                self._again(error)
+
+    async def turn(self, reply: Reply) -> Messages | End:
+        """The environment's answer. Raises EpisodeLostError."""
+        failures = 0
+        while True:
+            try:
+                if self._place is None:
+                    await self._replayed()
+            except EnvironmentFailedError as error:
+                self._again(error)
+                continue
+            try:
+                found = await self._asked_turn(reply)
+            except EnvironmentFailedError as error:
+                failures += 1
+                if failures > 1:  # in a fresh environment, at the same turn
+                    await self._left_behind()
+                    return End("deadline" if error.kind == "deadline" else f"failed:{len(self._turns)}:{error.kind}")
+                self._again(error)
+                continue
+            if isinstance(found, Messages):
+                self._turns.append((reply, found))
+            return found
+
+    async def close(self) -> None:
+        """Close the environment, if it is open."""
+        place, self._place = self._place, None
+        if place is None:
+            return
+        with suppress(EnvironmentFailedError):
+            await place.ask("close", self._number, self._deadlines.close_s)
+        place.episodes.discard(self._number)
+        if self._own:
+            place.kill()
+
+    def give_up(self) -> None:
+        """The episode is no longer wanted, and nobody waits for it."""
+        if self._place is not None:
+            self._processes.run(self.close())
+
+    async def _opened(self) -> Said:
+        self._own = self.retried > 0
+        self._place = self._processes.fresh() if self._own else self._processes.place()
+        self._place.episodes.add(self._number)
+        asked = {"row": self._row, "seed": self._seed}
+        answer = await self._place.ask("open", self._number, self._deadlines.open_s, **asked)
+        assert answer.said is not None
+        return answer.said
+
+    async def _replayed(self) -> None:
+        """Open a fresh environment, and play the turns so far. Raises EnvironmentFailedError if it differs."""
+        if await self._opened() != self._first:
+            raise EnvironmentFailedError("open", "differed")
+        for reply, before in self._turns:
+            if await self._asked_turn(reply) != before:
+                raise EnvironmentFailedError("turn", "differed")
+
+    async def _asked_turn(self, reply: Reply) -> Messages | End:
+        assert self._place is not None
+        answer = await self._place.ask("turn", self._number, self._deadlines.turn_s, reply=reply)
+        return answer.returned
+
+    def _again(self, error: EnvironmentFailedError) -> None:
+        """Leave the environment that has failed. Raises EpisodeLostError if it may not be tried again."""
+        place, self._place = self._place, None
+        if place is not None:
+            place.episodes.discard(self._number)
+            if self._own:
+                place.kill()
+            elif not place.is_lost:
+                self._processes.run(_closed(place, self._number, self._deadlines.close_s))
+        if not self._left:
+            raise EpisodeLostError(error)
+        self._left -= 1
+        self.retried += 1
+
+    async def _left_behind(self) -> None:
+        """Leave the environment that has failed, for good."""
+        await self.close()
+
+
+async def _closed(place: Place, number: int, deadline_s: float) -> None:
+    with suppress(EnvironmentFailedError):
+        await place.ask("close", number, deadline_s)

@@ -1,0 +1,109 @@
+"""The tokens of a conversation: those of its first prompt, and those that follow a reply. Knows no environments.
+
+What the engine drew is never tokenized again. Of a chat, the text after a reply is what the model's chat template adds
+to the text so far; a template that changes the text so far, as some do with earlier thoughts, is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from pipeline import StageError
+from pipeline.declare.columns import Ragged
+from pipeline.declare.group import Model
+from pipeline.errors import Problem
+from stages.episode.environment import Call, Reply, Said, Tool
+
+SHOWN = 60  # characters of a text that differs
+_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+
+
+@dataclass
+class Conversation:
+    """What was said so far: as messages, and, of a chat, as the template's text."""
+
+    messages: list[Mapping[str, Any]] = field(default_factory=list)
+    text: str = ""
+
+
+class Conversations:
+    """Writes conversations with a model's tokenizer, as the backend has it."""
+
+    def __init__(self, backend: Any, model: Model, *, chat: bool, tools: Sequence[Tool] = ()) -> None:
+        self._backend, self._model, self._chat = backend, model, chat
+        self._tools = [tool.schema for tool in tools]
+
+    def begin(self, said: Said) -> tuple[Conversation, torch.Tensor]:
+        """Begin a conversation. Returns the tokens of the prompt."""
+        made = Conversation(self._as_messages(said))
+        if not self._chat:
+            return made, self._backend.encode(self._model, [said]).values
+        made.text = self._backend.rendered(self._model, made.messages, self._tools)
+        return made, self._backend.tokens(self._model, made.text)
+
+    def reply(self, so_far: Conversation, ids: torch.Tensor, *, truncated: bool) -> Reply:
+        """Add what the policy wrote, with its closing token."""
+        (text,) = self._backend.decode(self._model, Ragged(ids, (len(ids),)))
+        content = self._backend.written(self._model, self._without_end(ids)) if self._chat else text
+        so_far.messages.append({"role": "assistant", "content": content})
+        return Reply(text, calls_in(text) if self._chat else (), truncated)
+
+    def _without_end(self, ids: torch.Tensor) -> torch.Tensor:
+        """The tokens without a special one at their end, which templates write themselves."""
+        (last,) = self._backend.decode(self._model, Ragged(ids[-1:], (1,)))
+        return ids if last else ids[:-1]
+
+    def answer(self, so_far: Conversation, ids: torch.Tensor, said: Said) -> torch.Tensor:
+        """Add what the environment said after the policy's tokens `ids`. Returns its tokens, up to the next turn."""
+        so_far.messages += self._as_messages(said)
+        if not self._chat:
+            return self._backend.encode(self._model, [said]).values
+        whole = self._backend.rendered(self._model, so_far.messages, self._tools)
+        before = so_far.text + self._backend.written(self._model, ids)
+        if not whole.startswith(before):
+            raise StageError(self._changed(before, whole))
+        so_far.text = whole
+        return self._backend.tokens(self._model, whole[len(before) :])
+
+    def _as_messages(self, said: Said) -> list[Mapping[str, Any]]:
+        if isinstance(said, str) == self._chat:
+            raise StageError(
+                Problem(
+                    where=str(self._model.location),
+                    what=f"the environment said {said!r:.60}",
+                    why="with chat=True it says lists of messages, and texts without it",
+                    fix="Episode(..., chat=True)"
+                    if not isinstance(said, str)
+                    else 'say [{"role": ..., "content": ...}]',
+                )
+            )
+        return [{"role": "user", "content": said}] if isinstance(said, str) else list(said)
+
+    def _changed(self, before: str, whole: str) -> Problem:
+        place = next((n for n, (one, two) in enumerate(zip(before, whole)) if one != two), min(len(before), len(whole)))
+        return Problem(
+            where=str(self._model.location),
+            what=f"the chat template changes what was said: {before[place : place + SHOWN]!r} becomes "
+            f"{whole[place : place + SHOWN]!r}",
+            why="the next turn would see other tokens than those that were sampled",
+            fix="a model whose template keeps earlier turns as they are",
+        )
+
+
+def calls_in(text: str) -> tuple[Call, ...]:
+    """The calls of tools in a reply, as Hermes and Qwen models write them: JSON between two <tool_call> tags."""
+    found = []
+    for written in _CALL.findall(text):
+        try:
+            made = json.loads(written)
+        except ValueError:
+            made = None
+        name, arguments = (made.get("name"), made.get("arguments")) if isinstance(made, dict) else (None, None)
+        found.append(Call(name if isinstance(name, str) else "", arguments if isinstance(arguments, dict) else None))
+    return tuple(found)

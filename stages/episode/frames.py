@@ -1,0 +1,81 @@
+"""What an episode's worker and the processes of its environments say to each other: messages in frames on a socket.
+
+A frame is four bytes with the length of what follows, a message in msgpack.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from stages.episode.environment import Call, End, Messages, Reply, Said
+
+HEAD = struct.Struct("<I")
+MOST_BYTES = 1 << 30
+Operation = str  # "open", "turn" or "close"
+
+
+class Opening(msgspec.Struct, frozen=True):
+    """The first frame: the environment, pickled, and the folders where its modules are."""
+
+    environment: bytes
+    path: list[str]
+
+
+class Asked(msgspec.Struct, frozen=True, kw_only=True):
+    """A call of a method for an episode: `row` and `seed` of `open`, `reply` of `turn`."""
+
+    number: int
+    episode: int
+    method: str
+    row: dict[str, Any] = {}
+    seed: tuple[int, ...] = ()
+    reply: Reply | None = None
+
+
+class Answered(msgspec.Struct, frozen=True, kw_only=True):
+    """What the method returned: what is said next (`said`), or the `end`; or the `error` that it raised, the name of
+    its class and its text."""
+
+    number: int
+    said: Said | None = None
+    end: str = ""
+    reward: float = 0.0
+    error: tuple[str, str] | None = None
+
+    @property
+    def returned(self) -> Messages | End:
+        """The result of `turn`."""
+        return End(self.end, self.reward) if self.said is None else Messages(self.said, self.reward)
+
+
+def framed(message: Opening | Asked | Answered) -> bytes:
+    """Return a message as a frame."""
+    content = msgspec.msgpack.encode(message)
+    return HEAD.pack(len(content)) + content
+
+
+def read_frame(connection: socket.socket) -> bytes | None:
+    """Return the content of the next frame; None at the end of the connection."""
+    head = _exactly(connection, HEAD.size)
+    return None if head is None else _exactly(connection, HEAD.unpack(head)[0])
+
+
+def _exactly(connection: socket.socket, count: int) -> bytes | None:
+    parts: list[bytes] = []
+    while count:
+        part = connection.recv(min(count, 1 << 20))
+        if not part:
+            return None
+        parts.append(part)
+        count -= len(part)
+    return b"".join(parts)
+
+
+def calls_of(pairs: Sequence[tuple[str, Any]]) -> tuple[Call, ...]:
+    """Return calls from names and decoded arguments."""
+    return tuple(Call(name, arguments if isinstance(arguments, dict) else None) for name, arguments in pairs)

@@ -1,0 +1,120 @@
+"""A process of environments: python -m stages.episode.host FD. Knows one environment and a socket; loads no torch.
+
+Coroutines run in one event loop, other methods one after the other in one thread. Ends, with all processes of its
+session, when the other end of the socket is closed: when the run has ended or was killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from random import Random
+from typing import Any
+
+import msgspec
+
+from pipeline.errors import message_of
+from stages.episode.environment import End, Environment, Messages
+from stages.episode.frames import Answered, Asked, Opening, framed, read_frame
+
+NOT_LOADED = -1  # the number of the answer if the environment cannot be loaded
+
+
+class Host:
+    """Calls the environment for the other end of the connection."""
+
+    def __init__(self, environment: Environment, connection: socket.socket) -> None:
+        self._environment, self._connection = environment, connection
+        self._loop = asyncio.new_event_loop()
+        self._thread = ThreadPoolExecutor(1)
+        self._states: dict[int, Any] = {}
+        self._running: set[asyncio.Task[None]] = set()
+
+    def serve(self) -> None:
+        """Answer until the connection ends, which ends the process."""
+        threading.Thread(target=self._read, daemon=True).start()
+        self._loop.run_forever()
+
+    def _read(self) -> None:
+        try:
+            while (content := read_frame(self._connection)) is not None:
+                self._loop.call_soon_threadsafe(self._start, msgspec.msgpack.decode(content, type=Asked))
+        finally:
+            os.killpg(os.getpgrp(), signal.SIGKILL)  # what the environments started, and this process
+
+    def _start(self, asked: Asked) -> None:
+        task = self._loop.create_task(self._answer(asked))
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+
+    async def _answer(self, asked: Asked) -> None:
+        try:
+            answer = await self._called(asked)
+        except BaseException as error:  # noqa: BLE001 - the user's
+            answer = Answered(number=asked.number, error=(type(error).__name__, message_of(error)))
+        self._connection.sendall(framed(answer))
+
+    async def _called(self, asked: Asked) -> Answered:
+        if asked.method == "open":
+            made = await self._call("open", asked.row, Random(repr(asked.seed)))
+            if not (isinstance(made, tuple) and len(made) == 2 and is_said(made[1])):
+                raise TypeError(f"open() returned {made!r:.100}; it returns a state, and a text or messages")
+            self._states[asked.episode], said = made
+            return Answered(number=asked.number, said=said)
+        if asked.method == "close":
+            if asked.episode in self._states:
+                await self._call("close", self._states.pop(asked.episode))
+            return Answered(number=asked.number)
+        made = await self._call("turn", self._states[asked.episode], asked.reply)
+        if isinstance(made, Messages) and is_said(made.said):
+            return Answered(number=asked.number, said=made.said, reward=float(made.reward))
+        if isinstance(made, End) and isinstance(made.kind, str) and made.kind:
+            return Answered(number=asked.number, end=made.kind, reward=float(made.reward))
+        raise TypeError(f"turn() returned {made!r:.100}; it returns Messages or End")
+
+    async def _call(self, method: str, *given: Any) -> Any:
+        function = getattr(self._environment, method)
+        if inspect.iscoroutinefunction(function):
+            return await function(*given)
+        return await self._loop.run_in_executor(self._thread, function, *given)
+
+
+def is_said(value: Any) -> bool:
+    """Return whether this is a text, or messages of a chat."""
+    if isinstance(value, str):
+        return True
+    return (
+        isinstance(value, Sequence)
+        and bool(value)
+        and all(isinstance(one, Mapping) and isinstance(one.get("role"), str) for one in value)
+    )
+
+
+def main() -> None:
+    """Load the environment that the first frame has, and serve it."""
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    content = read_frame(connection)
+    if content is None:
+        return
+    opening = msgspec.msgpack.decode(content, type=Opening)
+    sys.path.extend(folder for folder in opening.path if folder not in sys.path)
+    try:
+        import cloudpickle
+
+        environment = cloudpickle.loads(opening.environment)
+    except BaseException as error:  # noqa: BLE001 - the user's
+        told = Answered(number=NOT_LOADED, error=(type(error).__name__, message_of(error)))
+        connection.sendall(framed(told))
+        return
+    Host(environment, connection).serve()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,141 @@
+"""Samples the turns of many episodes with an engine that samples single responses. Knows no environments.
+
+A backend whose running batch takes further samples (`Backend.joins`) gets each turn as soon as it is asked for.
+Others decode a batch from its first to its last token; they get the turns of all episodes together, once none is in its
+environment, in the order of the episodes: what is computed together does not depend on how long environments take.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from pipeline.declare.columns import Ragged
+from pipeline.declare.group import Model
+from stages.backends import Cancelled, Decoded, Draws, Generation, Sampling, part
+
+
+@dataclass(frozen=True)
+class Turn:
+    """The tokens that the policy sees, and how many of them belong to the response, with the most that it may add."""
+
+    ids: torch.Tensor
+    place: int
+    most: int
+
+
+@dataclass(frozen=True)
+class EpisodeName:
+    """The admission number of an episode's group, and its index in the group."""
+
+    group: int
+    sample: int
+
+
+class TurnSampler:
+    """Samples turns of the `open` episodes. `check` gets every event of the backend's stream; `unwanted` says whether
+    a group was cancelled."""
+
+    def __init__(
+        self,
+        backend: Any,
+        model: Model,
+        sampling: Sampling,
+        *,
+        seed: int,
+        version: int,
+        joins: bool,
+        check: Callable[[object], None],
+        unwanted: Callable[[int], bool],
+    ) -> None:
+        self._backend, self._model, self._sampling = backend, model, sampling
+        self._seed, self.version, self._joins = seed, version, joins
+        self._check, self._unwanted = check, unwanted
+        self._open: set[EpisodeName] = set()
+        self._asked: dict[EpisodeName, tuple[Turn, asyncio.Future[Generation]]] = {}
+        self._waves: set[asyncio.Task[None]] = set()
+
+    def enter(self, episodes: Sequence[EpisodeName]) -> None:
+        """Open episodes, before the first of them asks for a turn."""
+        self._open.update(episodes)
+
+    def leave(self, episode: EpisodeName) -> None:
+        """An episode has ended."""
+        self._open.discard(episode)
+        if left := self._asked.pop(episode, None):
+            left[1].cancel()
+        self._begin()
+
+    async def sample(self, episode: EpisodeName, turn: Turn) -> Generation:
+        """Sample one turn of an episode. Raises CancelledError if its group is cancelled."""
+        future: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
+        self._asked[episode] = turn, future
+        self._begin()
+        return await future
+
+    async def close(self) -> None:
+        """End what is being sampled."""
+        for wave in self._waves:
+            wave.cancel()
+        await asyncio.gather(*self._waves, return_exceptions=True)
+
+    def _begin(self) -> None:
+        if not self._asked or (len(self._asked) < len(self._open) and not self._joins):
+            return
+        asked, self._asked = self._asked, {}
+        wave = asyncio.ensure_future(self._wave(asked))
+        self._waves.add(wave)
+        wave.add_done_callback(self._waves.discard)
+
+    async def _wave(self, asked: dict[EpisodeName, tuple[Turn, asyncio.Future[Generation]]]) -> None:
+        names = sorted(asked, key=lambda name: (name.group, name.sample))
+        futures = [asked[name][1] for name in names]
+        try:
+            await self._sampled(names, [asked[name][0] for name in names], futures)
+        except Exception as error:  # noqa: BLE001 - raised where the turns are awaited
+            for future in futures:
+                if not future.done():
+                    future.set_exception(error)
+        finally:
+            for future in futures:
+                future.cancel()
+
+    async def _sampled(
+        self, names: Sequence[EpisodeName], turns: Sequence[Turn], futures: Sequence[asyncio.Future[Generation]]
+    ) -> None:
+        limits = tuple(turn.most for turn in turns)
+        places = tuple(turn.place for turn in turns)
+        stream = self._backend.stream(
+            self._model,
+            Ragged.of([turn.ids for turn in turns]),
+            replace(self._sampling, max_tokens=max(limits), limits=limits),
+            Draws(self._seed, tuple(name.group for name in names), tuple(name.sample for name in names), places),
+            group_size=1,
+            version=self.version,
+            unwanted=lambda position: self._unwanted(names[position].group) or futures[position].cancelled(),
+        )
+        async with aclosing(stream):
+            async for event in stream:
+                self._check(event)
+                if isinstance(event, Cancelled):
+                    for position in event.tokens:
+                        futures[position].cancel()
+                elif isinstance(event, Decoded):
+                    for row, position in enumerate(event.groups):
+                        if not futures[position].done():
+                            futures[position].set_result(one_of(event.made, row))
+
+
+def one_of(made: Generation, row: int) -> Generation:
+    """Return one sample of several."""
+    return Generation(
+        part(made.response_ids, [row]),
+        part(made.logprobs, [row]),
+        made.truncated[row : row + 1],
+        part(made.versions, [row]),
+    )

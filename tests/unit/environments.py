@@ -1,0 +1,124 @@
+"""Environments for tests of episodes. Faults are switched on and off by files, which both processes see."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from stages import End, Environment, Messages, Reply
+
+
+@dataclass(frozen=True)
+class Echo(Environment):
+    """Repeats the first two characters of a reply, or says "1" after an empty one; ends after `turns` of them."""
+
+    turns: int = 3
+    sleep_s: float = 0.0
+
+    def open(self, row: Mapping[str, Any], draw: Random) -> tuple[Any, str]:
+        return {"turn": 0, "draw": draw.random()}, row["prompt"]
+
+    def turn(self, state: Any, reply: Reply) -> Messages | End:
+        time.sleep(self.sleep_s * state["draw"])
+        state["turn"] += 1
+        if state["turn"] == self.turns:
+            return End("answered", 1.0)
+        return Messages(reply.text[:2] or "1", 0.5)
+
+
+@dataclass(frozen=True)
+class Sleeping(Environment):
+    """Coroutines that sleep."""
+
+    sleep_s: float = 0.2
+
+    async def open(self, row: Mapping[str, Any], draw: Random) -> tuple[Any, str]:
+        await asyncio.sleep(self.sleep_s)
+        return None, row["prompt"]
+
+    async def turn(self, state: Any, reply: Reply) -> Messages | End:
+        await asyncio.sleep(self.sleep_s)
+        return End()
+
+
+@dataclass(frozen=True)
+class Faulty(Echo):
+    """Fails in `method` (from its `turn` number `at` on) of the prompts that begin with `of`: always, or `once`: if the
+    file `mark` is not there yet. Writes the name of each method to `mark` with the suffix .log."""
+
+    method: str = "turn"
+    at: int = 0
+    fault: str = "raise"
+    mark: str = ""
+    of: str = ""
+    once: bool = False
+
+    def open(self, row: Mapping[str, Any], draw: Random) -> tuple[Any, str]:
+        self._log(f"open {row['prompt']}")
+        if row["prompt"].startswith(self.of):
+            self._fail("open", 0)
+        state, said = super().open(row, draw)
+        return state | {"prompt": row["prompt"]}, said
+
+    def turn(self, state: Any, reply: Reply) -> Messages | End:
+        if state["prompt"].startswith(self.of) and state["turn"] >= self.at:
+            self._fail("turn", state["turn"])
+        found = super().turn(state, reply)
+        if self.fault == "differ" and isinstance(found, Messages) and Path(self.mark).exists():
+            return Messages("9")
+        return found
+
+    def close(self, state: Any) -> None:
+        self._log(f"close {state['prompt']}")
+        self._fail("close", 0)
+
+    def _log(self, text: str) -> None:
+        with Path(f"{self.mark}.log").open("a") as file:
+            file.write(f"{text}\n")
+
+    def _fail(self, method: str, turn: int) -> None:
+        if method != self.method or (self.once and Path(self.mark).exists()):
+            return
+        Path(self.mark).touch()
+        match self.fault:
+            case "raise" | "differ":
+                raise OSError("the disk is full")
+            case "hang":
+                time.sleep(60)
+            case "exit":
+                os._exit(3)
+            case "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "quit":
+                raise SystemExit(1)
+
+
+@dataclass(frozen=True)
+class Lying(Environment):
+    """Returns what no environment returns."""
+
+    value: Any = None
+
+    def open(self, row: Mapping[str, Any], draw: Random) -> tuple[Any, str]:
+        return None, row["prompt"]
+
+    def turn(self, state: Any, reply: Reply) -> Messages | End:
+        return self.value
+
+
+@dataclass(frozen=True)
+class Chatty(Environment):
+    """A chat of two turns."""
+
+    def open(self, row: Mapping[str, Any], draw: Random) -> tuple[Any, Any]:
+        return 0, [{"role": "system", "content": "ab"}, {"role": "user", "content": row["prompt"]}]
+
+    def turn(self, state: Any, reply: Reply) -> Messages | End:
+        return Messages([{"role": "tool", "content": "77"}])

@@ -1,0 +1,423 @@
+"""Episodes on the torch backend: their tokens, draws and ends, and what happens when environments fail."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pipeline import Graph, Model, Output, Schedule, StageContext, StageError, Task, WorkerGroup
+from pipeline.declare.columns import Ragged
+from pipeline.engine.driver import Driver
+from pipeline.executors.local import LocalExecutor
+from pipeline.plan.planner import plan
+from pipeline.record import trace
+from pipeline.rundir import RunDir
+from stages import (
+    Advantage,
+    ClippedLoss,
+    Deadlines,
+    Environment,
+    Episode,
+    Filter,
+    PrevLogprobs,
+    Refit,
+    Reward,
+    Rollout,
+    Train,
+)
+from stages.episode.environment import OneTurn
+from stages.episode.processes import Processes
+from tests.doors import REPOSITORY
+from tests.unit import tiny_graph
+from tests.unit.environments import Chatty, Echo, Faulty, Lying, Sleeping
+from tests.unit.tiny import QWEN3
+
+torch.set_num_threads(1)
+POLICY = Model("tiny", config=QWEN3, alphabet="0123456789abc")
+SAMPLER = WorkerGroup("sampler", backend="torch", threads=1)
+TEXTS = ["1", "0123", "ab", "77"]
+FAST = Deadlines(open_s=20.0, turn_s=20.0, episode_s=100.0, close_s=2.0)
+
+
+class Worker:
+    """Runs stages on one engine, as a worker does."""
+
+    def __init__(self, size: int = 2) -> None:
+        self.size, self.shared = size, {}
+        self.context = StageContext(
+            group=SAMPLER, rank=0, seed=3, group_size=size, run_dir=None, shared=self.shared, max_staleness=0
+        )
+
+    def outputs(self, stage: Any, texts: list[str] = TEXTS, **changed: Any) -> list[Output]:
+        run = stage.setup(self.context)
+        columns = {"prompt": [text for text in texts for _ in range(self.size)]}
+        task = Task(number=1, stage=stage.name, step=0, groups=tuple(range(5, 5 + len(texts))), version=0, **changed)
+
+        async def collected() -> list[Output]:
+            return [output async for output in run(columns, task)]
+
+        return asyncio.run(collected())
+
+    def columns(self, stage: Any, texts: list[str] = TEXTS) -> dict[str, Any]:
+        """All columns, in the order of the samples."""
+        rows: dict[int, dict[str, Any]] = {}
+        for output in self.outputs(stage, texts):
+            for place, i in enumerate(output.index or range(len(texts) * self.size)):
+                rows[i] = {
+                    name: column.rows()[place] if isinstance(column, Ragged) else column[place]
+                    for name, column in output.columns.items()
+                }
+        assert sorted(rows) == list(range(len(texts) * self.size))
+        return {name: [rows[i][name] for i in sorted(rows)] for name in rows[0]}
+
+    def close(self) -> None:
+        for held in self.shared.values():
+            if hasattr(held, "close"):
+                held.close()
+
+
+@pytest.fixture
+def worker() -> Iterator[Worker]:
+    made = Worker()
+    yield made
+    made.close()
+
+
+def episode(environment: Environment, **settings: Any) -> Episode:
+    given = {"turns": 4, "tokens": 40, "turn_tokens": 6, "environments": 2, "deadlines": FAST, "retries": 1}
+    return Episode(POLICY, environment, on=SAMPLER, samples_per_prompt=2, **given | settings)
+
+
+def same(one: dict[str, Any], two: dict[str, Any], names: Any = None) -> bool:
+    """Whether columns have the same bits."""
+    return all(
+        torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+        for name in names or one
+        for a, b in zip(one[name], two[name], strict=True)
+    )
+
+
+# Tokens.
+
+
+def test_one_turn_is_a_rollout_to_the_bit(worker: Worker) -> None:
+    rollout = worker.columns(Rollout(POLICY, on=SAMPLER, samples_per_prompt=2, max_tokens=6))
+    turn = worker.columns(episode(OneTurn(), turn_tokens=6))
+    assert same(rollout, turn, rollout)
+    assert set(turn["end"]) == {"answered"} and all(len(ends) == 1 for ends in turn["turn_ends"])
+
+
+def test_tokens_are_those_that_the_engine_had(worker: Worker) -> None:
+    """Sampled and inserted ones in their order, with versions, and logprobs that scoring the sample gives again."""
+    made, backend = worker.columns(episode(Echo())), worker.shared["engine"]
+    for i in range(len(TEXTS) * 2):
+        ids, versions, ends = made["response_ids"][i], made["token_versions"][i], made["turn_ends"][i].tolist()
+        messages = json.loads(made["conversation"][i])
+        assert messages[0] == {"role": "user", "content": TEXTS[i // 2]} and len(messages) == 6
+        place = 0
+        for turn, end in enumerate(ends):
+            (said,) = backend.decode(POLICY, Ragged(ids[place:end], (end - place,)))
+            assert messages[2 * turn + 1] == {"role": "assistant", "content": said}
+            assert (versions[place:end] == 0).all()
+            if turn + 1 < len(ends):
+                inserted = backend.encode(POLICY, [said[:2] or "1"]).values
+                place = end + len(inserted)
+                assert torch.equal(ids[end:place], inserted) and (versions[end:place] == -1).all()
+                assert (made["rollout_logprobs"][i][end:place] == 0).all()
+        assert ends[-1] == len(ids) and made["turn_rewards"][i].tolist() == [0.5, 0.5, 1.0]
+    prompts, responses = Ragged.of(made["prompt_ids"]), Ragged.of(made["response_ids"])
+    scoring = PrevLogprobs(POLICY, on=SAMPLER).setup(worker.context)
+    versions = Ragged.of(made["token_versions"])
+    given = {"prompt_ids": prompts, "response_ids": responses, "token_versions": versions}
+    again = scoring(given, Task(number=2, stage="prev_logprobs", step=0, groups=(5, 6, 7, 8))).columns["prev_logprobs"]
+    drawn = versions.values >= 0
+    logprobs = torch.cat(made["rollout_logprobs"])
+    torch.testing.assert_close(again.values[drawn], logprobs[drawn], atol=1e-5, rtol=0)
+    assert 0 < int((~drawn).sum()) < len(drawn)
+
+
+def test_a_turn_draws_on_where_the_sample_was(worker: Worker) -> None:
+    """The second turn is a response to the whole conversation so far, with the numbers that follow."""
+    from stages.backends import Draws, Sampling
+
+    made, backend = worker.columns(episode(Echo(turns=2))), worker.shared["engine"]
+    for i in range(4):
+        ids, (first, last) = made["response_ids"][i], made["turn_ends"][i].tolist()
+        place = first + int((made["token_versions"][i] == -1).sum())
+        prompt = Ragged.of([torch.cat([made["prompt_ids"][i], ids[:place]])])
+        alone = backend.generate(POLICY, prompt, Sampling(6), Draws(3, (5 + i // 2,), (i % 2,), (place,)))
+        assert torch.equal(alone.response_ids.values, ids[place:last])
+
+
+def test_episodes_do_not_depend_on_the_time_that_environments_take() -> None:
+    found = []
+    for sleep_s, environments in ((0.0, 1), (0.05, 3)):
+        worker = Worker()
+        found.append(worker.columns(episode(Echo(sleep_s=sleep_s), environments=environments)))
+        worker.close()
+    assert same(*found)
+
+
+@pytest.mark.parametrize(
+    ("settings", "end", "truncated"),
+    [
+        ({}, {"answered"}, None),
+        ({"turns": 2}, {"turns"}, True),
+        ({"tokens": 9, "turn_tokens": 9}, {"tokens", "answered"}, None),
+    ],
+)
+def test_ends(worker: Worker, settings: dict[str, Any], end: set[str], truncated: bool | None) -> None:
+    made = worker.columns(episode(Echo(), **settings))
+    assert set(made["end"]) <= end and set(made["end"]) & end
+    assert max(map(len, made["response_ids"])) <= settings.get("tokens", 40)
+    assert truncated is None or all(bool(each) is truncated for each in made["truncated"])
+    assert all(len(ends) <= settings.get("turns", 4) for ends in made["turn_ends"])
+
+
+def test_an_episode_ends_at_its_deadline(worker: Worker) -> None:
+    slow = episode(Echo(turns=9, sleep_s=2.0), turns=9, deadlines=replace(FAST, episode_s=1.0))
+    assert "deadline" in worker.columns(slow, TEXTS[:1])["end"]
+
+
+def test_coroutines_of_one_process_run_at_the_same_time(worker: Worker) -> None:
+    worker.columns(episode(Sleeping(), environments=1), TEXTS[:1])  # starts the process
+    begun_s = time.monotonic()
+    made = worker.columns(episode(Sleeping(), environments=1), TEXTS * 10)
+    assert set(made["end"]) == {"answered"} and time.monotonic() - begun_s < 8.0, "80 times 0.4 s are 32 s"
+
+
+def test_a_cancelled_group_ends_where_it_stands(worker: Worker) -> None:
+    worker.context.cancelled.add(6)
+    found = worker.outputs(episode(Echo(sleep_s=0.2)))
+    assert [output.cancelled for output in found if output.cancelled] == [{1: found[0].cancelled[1]}]
+    assert sorted(i for output in found for i in output.index or ()) == [0, 1, 4, 5, 6, 7]
+
+
+# Chats.
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role[0] | replace('s','1') | replace('u','2') | replace('t','3') | replace('a','4') }}"
+    "{{ m.content }}{% if m.role == 'assistant' %}" + "{{ eos_token }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}4{% endif %}"
+)
+
+
+def test_a_chat_is_what_its_template_adds(worker: Worker) -> None:
+    stage = episode(Chatty(), chat=True, turns=2)
+    stage.setup(worker.context)
+    backend = worker.shared["engine"]
+    tokenizer = backend.tokenizer(POLICY)
+    tokenizer.chat_template = TEMPLATE
+    made = worker.columns(stage)
+    closed = 0
+    for i in range(len(TEXTS) * 2):
+        ids, ends = torch.cat([made["prompt_ids"][i], made["response_ids"][i]]), made["turn_ends"][i].tolist()
+        messages = json.loads(made["conversation"][i])
+        whole = tokenizer.apply_chat_template(messages[:3], tokenize=False, add_generation_prompt=False)
+        first = ends[0] + len(made["prompt_ids"][i])
+        ended = int(ids[first - 1]) == tokenizer.eos_token_id
+        closed += ended
+        written = tokenizer.decode(ids.tolist(), skip_special_tokens=False)
+        assert written.startswith(whole + "3774"), "the tool's answer, and the start of the next turn"
+        del ended
+    assert closed, "some replies have a closing token, others reached the limit"
+
+
+def test_a_template_that_changes_earlier_turns_is_refused(worker: Worker) -> None:
+    stage = episode(Chatty(), chat=True, turns=3)
+    stage.setup(worker.context)
+    worker.shared["engine"].tokenizer(POLICY).chat_template = "{{ messages | length }}" + TEMPLATE
+    with pytest.raises(StageError, match="the chat template changes what was said: '2"):
+        worker.columns(stage)
+
+
+def test_texts_and_messages_are_not_mixed_up(worker: Worker) -> None:
+    with pytest.raises(StageError, match=r"Episode\(..., chat=True\)"):
+        worker.columns(episode(Chatty()))
+
+
+# Faults.
+
+
+@pytest.mark.parametrize("fault", ["raise", "hang", "exit", "kill", "quit"])
+@pytest.mark.parametrize("method", ["open", "turn"])
+def test_a_failure_that_does_not_come_again_changes_nothing(fault: str, method: str, tmp_path: Path) -> None:
+    found = []
+    for once in (False, True):
+        worker, mark = Worker(), tmp_path / "failed"
+        if not once:
+            mark.touch()
+        environment = Faulty(fault=fault, method=method, at=1, mark=str(mark), once=True)
+        found.append(worker.columns(episode(environment, deadlines=replace(FAST, open_s=3.0, turn_s=2.0))))
+        worker.close()
+        mark.unlink()
+    assert same(*found) and set(found[0]["end"]) == {"answered"}
+
+
+@pytest.mark.parametrize(
+    ("fault", "end"),
+    [("raise", "failed:1:OSError"), ("hang", "deadline"), ("exit", "failed:1:died"), ("quit", "failed:1:SystemExit")],
+)
+def test_a_failure_that_comes_again_at_its_turn_is_the_policys(
+    worker: Worker, fault: str, end: str, tmp_path: Path
+) -> None:
+    environment = Faulty(fault=fault, at=1, mark=str(tmp_path / "mark"), of="ab")
+    made = worker.columns(episode(environment, deadlines=replace(FAST, turn_s=2.0), environments=4))
+    assert made["end"] == ["answered"] * 4 + [end] * 2 + ["answered"] * 2
+    assert all(len(made["turn_ends"][i]) == 2 for i in (4, 5)), "what the policy wrote until then is kept"
+
+
+@pytest.mark.parametrize(
+    ("fault", "end"), [("raise", "lost:open:OSError"), ("hang", "lost:open:deadline"), ("kill", "lost:open:died")]
+)
+def test_what_cannot_be_opened_is_lost(worker: Worker, fault: str, end: str, tmp_path: Path) -> None:
+    environment = Faulty(method="open", fault=fault, mark=str(tmp_path / "mark"), of="ab")
+    made = worker.columns(episode(environment, deadlines=replace(FAST, open_s=3.0), environments=4))
+    assert [made["end"][i] for i in (4, 5)] == [end] * 2 and made["end"].count("answered") >= 4
+
+
+def test_an_environment_that_answers_otherwise_is_found(worker: Worker, tmp_path: Path) -> None:
+    environment = Faulty(fault="differ", at=1, mark=str(tmp_path / "mark"), of="ab", once=True)
+    made = worker.columns(episode(environment), ["ab"])
+    assert "lost:turn:differed" in made["end"]
+
+
+@pytest.mark.parametrize("value", [None, "x", ("x",)])
+def test_what_no_environment_returns_fails(worker: Worker, value: Any) -> None:
+    assert set(worker.columns(episode(Lying(value)), TEXTS[:1])["end"]) == {"failed:0:TypeError"}
+
+
+def test_each_environment_that_was_opened_is_closed(worker: Worker, tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
+    mark.touch()
+    worker.columns(episode(Faulty(mark=str(mark), once=True)))
+    lines = Path(f"{mark}.log").read_text().splitlines()
+    opened, closed = (sorted(line.split()[1] for line in lines if line.startswith(word)) for word in ("open", "close"))
+    assert opened == closed == sorted(TEXTS * 2)
+
+
+def test_a_close_that_hangs_ends_at_its_deadline(worker: Worker, tmp_path: Path) -> None:
+    environment = Faulty(method="close", fault="hang", mark=str(tmp_path / "mark"), once=True)
+    made = worker.columns(episode(environment, deadlines=replace(FAST, close_s=0.5)))
+    assert set(made["end"]) == {"answered"}
+
+
+def test_an_environment_whose_module_is_not_there_says_so(worker: Worker, tmp_path: Path) -> None:
+    class Missing(Echo):
+        def __reduce__(self) -> Any:
+            return (__import__, ("no_module_of_this_name",))
+
+    with pytest.raises(StageError, match="it cannot be loaded in a process of its own: ModuleNotFoundError"):
+        worker.columns(episode(Missing()))
+
+
+def test_processes_end_with_the_one_that_started_them() -> None:
+    """Also if that was killed."""
+    code = """
+import sys, time
+from stages.episode.processes import Processes
+from tests.unit.environments import Echo
+made = Processes(Echo(), count=2, log=None)
+print(*(made.place()._process.pid for _ in range(2)), flush=True)
+time.sleep(60)
+"""
+    with subprocess.Popen([sys.executable, "-c", code], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True) as owner:
+        assert owner.stdout
+        pids = [int(word) for word in owner.stdout.readline().split()]
+        assert all(is_running(pid) for pid in pids)
+        time.sleep(1.0)
+        os.kill(owner.pid, signal.SIGKILL)
+    deadline_s = time.monotonic() + 10.0
+    while any(map(is_running, pids)) and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+    assert not any(map(is_running, pids))
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process runs, and is no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "Z"
+    except OSError:
+        return False
+
+
+def test_a_place_is_the_one_with_the_fewest_episodes() -> None:
+    made = Processes(Echo(), count=2, log=None)
+    try:
+        one = made.place()
+        one.episodes.add(1)
+        two = made.place()
+        two.episodes |= {2, 3}
+        assert one is not two and made.place() is one
+        one.kill()
+        assert made.place() not in (one, two)
+    finally:
+        made.close()
+
+
+# Whole runs.
+
+
+def run_graph(environment: Environment, *, steps: int = 2, k: int = 0, **settings: Any) -> Graph:
+    """The tiny graph with episodes in the place of its rollout."""
+    graph = tiny_graph.graph(steps=steps)
+    policy = replace(graph.stages[0].model, alphabet="0123456789abcr>")
+    sampler, learner = graph.stages[0].on, graph.stages[4].on
+    given = {"turns": 3, "tokens": 30, "turn_tokens": 4, "environments": 2, "deadlines": FAST}
+    return replace(
+        graph,
+        stages=(
+            Episode(policy, environment, on=sampler, samples_per_prompt=2, **given | settings),
+            Filter("complete"),
+            Reward(height),
+            Advantage("group_relative"),
+            Train(policy, on=learner, loss=ClippedLoss(), lr=1e-2, prev="own"),
+            Refit(policy, source=learner, target=sampler),
+        ),
+        schedule=Schedule(steps=steps, max_staleness=k),
+    )
+
+
+def height(response: str) -> float:
+    """A reward that differs within each group."""
+    return float(sum(map(ord, response)))
+
+
+def execute(folder: Path, graph: Graph) -> list[Any]:
+    """The events of a run."""
+    run_dir = RunDir(folder).create()
+    driver = Driver(graph, plan(graph)[0], LocalExecutor(), run_dir=run_dir)
+    driver.execute()
+    return [event for _, event in trace.read(folder / "events.jsonl")]
+
+
+def published(events: list[Any]) -> list[str]:
+    return [event.sha256 for event in events if isinstance(event, trace.Published)]
+
+
+def test_a_run_with_lost_episodes_trains_the_others(tmp_path: Path) -> None:
+    """The groups of four prompts are lost; others take their place. Nothing that was lost is trained."""
+    environment = Faulty(method="open", mark=str(tmp_path / "mark"), of="r1")
+    events = execute(tmp_path / "run", run_graph(environment, steps=3, retries=0))
+    dropped = [event for event in events if isinstance(event, trace.Dropped)]
+    lost = {group for event in dropped for group in event.groups}
+    assert lost and {event.reason for event in dropped} == {"lost:open:OSError"}
+    trained = [event for event in events if isinstance(event, trace.Trained)]
+    assert trained and not lost & {group for event in trained for group in event.groups}
+
+
+def test_the_same_run_is_the_same_bits(tmp_path: Path) -> None:
+    runs = [execute(tmp_path / str(n), run_graph(Echo(sleep_s=0.02 * n))) for n in range(2)]
+    assert published(runs[0]) == published(runs[1]) and len(published(runs[0])) == 3
