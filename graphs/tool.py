@@ -19,6 +19,7 @@ from stages import (
     End,
     Environment,
     Episode,
+    Evaluate,
     Filter,
     Generated,
     Messages,
@@ -57,6 +58,7 @@ def graph(
     minibatches: int = 2,
     warm_start_steps: int = 1000,
     warm_start_until: float = 0.3,
+    evaluate_every: int = 20,
     threads: int = 2,
 ) -> Graph:
     """Teaches a tiny transformer to use a calculator.
@@ -71,6 +73,7 @@ def graph(
     minibatches         optimizer updates per batch
     warm_start_steps    maximum number of supervised updates before GRPO
     warm_start_until    fraction of correct turns at which they end
+    evaluate_every      steps between evaluations on 1,000 held-out prompts
     threads             torch threads of sampler and learner; 0 is torch's default
     """
     source = Generated("multiply", digits=4)
@@ -84,22 +87,23 @@ def graph(
     )
     sampler = WorkerGroup("sampler", backend="torch", threads=threads)
     learner = WorkerGroup("learner", backend="torch", threads=threads)
+    episode = Episode(
+        policy,
+        Calculator(),
+        on=sampler,
+        samples_per_prompt=samples_per_prompt,
+        turns=turns,
+        tokens=20,
+        turn_tokens=7,
+        stop=("=",),
+        environments=1,
+    )
     return Graph(
         name="tool",
         host=sampler,
         source=Prompts(source, batch=prompts_per_step),
         stages=(
-            Episode(
-                policy,
-                Calculator(),
-                on=sampler,
-                samples_per_prompt=samples_per_prompt,
-                turns=turns,
-                tokens=20,
-                turn_tokens=7,
-                stop=("=",),
-                environments=1,
-            ),
+            episode,
             Filter("complete"),
             Reward(digit_match),
             Advantage("group_relative"),
@@ -114,6 +118,7 @@ def graph(
                 prev="own",
             ),
             Refit(policy, source=learner, target=sampler),
+            Evaluate(policy, source, on=sampler, episode=episode, every=evaluate_every),
         ),
         schedule=Schedule(steps=steps, max_staleness=max_staleness, seed=seed),
     )

@@ -22,6 +22,7 @@ from pipeline.declare.work import Decoding, GpuPart, Load
 from pipeline.errors import Problem, shown
 from stages import images
 from stages.backends import Generation, Sampling, backend_problems, engine, model_problems
+from stages.episode.stage import Episode
 from stages.forecast import vllm
 from stages.model_shape import length_problems
 from stages.reward import function_problems
@@ -33,7 +34,7 @@ from stages.sources.draws import open_rows, source_problems
 from stages.sources.schema import Schema
 from stages.sources.values import column_of
 from stages.tasks import Generated
-from stages.vocabulary import IMAGES, SERVED_WEIGHTS
+from stages.vocabulary import IMAGES, PROMPT, SERVED_WEIGHTS
 
 _RULES = (
     at_least("prompts", 1, fix=1000),
@@ -55,6 +56,8 @@ class Evaluate(Stage):
     prompt, answer, template  as for Prompts: columns of the data set, and the text of the prompt
     chat, system  as for Prompts and Rollout: prompts are lists of messages
     images        as for Prompts, for a `Model(..., images=True)`
+    episode       an Episode, whose environment then answers the policy; its tokens and turns are the limits. A row's
+                  `prompt` is what its environment reads, and `response` is the last reply
 
     Metrics: `eval/<reward>` per function, such as `eval/exact_match`; `eval/count`, `eval/length_mean`,
     `eval/truncated`; and metrics that a function reports itself, such as `eval/math_verify_timeouts`.
@@ -75,6 +78,7 @@ class Evaluate(Stage):
     chat: bool = False
     system: str | None = None
     images: str | None = None
+    episode: Episode | None = None
 
     name = "evaluate"
     reports_as = "eval"
@@ -92,7 +96,10 @@ class Evaluate(Stage):
         yield from backend_problems(self.on, self, "sample")
         yield from model_problems(self.model)
         yield from broken(_RULES, self, where=where, says=f"stage {self.name!r} has {{}}")
-        yield from length_problems(self.model, self.max_tokens, where, f"stage {self.name!r}")
+        if self.episode is None:
+            yield from length_problems(self.model, self.max_tokens, where, f"stage {self.name!r}")
+        else:
+            yield from self._episode_problems(where)
         yield from self._reward_problems(where)
         if isinstance(self.source, Generated):
             if self.source.held_out == 0:
@@ -172,6 +179,21 @@ class Evaluate(Stage):
                 fix="chat=True, or leave out system=",
             )
 
+    def _episode_problems(self, where: str) -> Iterator[Problem]:
+        if not isinstance(self.episode, Episode):
+            what, why = f"stage {self.name!r} has episode={shown(self.episode)}", "it is a stage Episode, or None"
+            yield Problem(where=where, what=what, why=why, fix="the Episode of the graph")
+        elif self.episode.model != self.model:
+            what = f"stage {self.name!r} evaluates another model than its Episode samples"
+            yield Problem(where=where, what=what, why="it samples as that stage does", fix="the model of the Episode")
+        elif (reads := [made.name for made in self.episode.reads]) != [PROMPT.name]:
+            yield Problem(
+                where=where,
+                what=f"the environment of stage {self.name!r} reads {', '.join(reads)}",
+                why="held-out rows have a prompt",
+                fix="an environment with reads = ('prompt',)",
+            )
+
     def _reward_problems(self, where: str) -> Iterator[Problem]:
         for function in self._rewards():
             found = list(function_problems(function, where))
@@ -195,7 +217,12 @@ class Evaluate(Stage):
         scorer = Scorer(rewards, AsyncCalls(), str(self.location))
         sampling = Sampling(self.max_tokens, greedy=True)
 
-        def run(columns: Columns, task: Task) -> Output:
+        def played(episode: Episode) -> tuple[list[str], list[int], int]:
+            made = episode.played(backend, context, [{PROMPT.name: text} for text in asked])
+            texts, lengths = [one.response for one in made], [one.drawn for one in made]
+            return texts, lengths, sum(one.truncated for one in made)
+
+        def sampled() -> tuple[list[str], list[int], int]:
             texts: list[str] = []
             lengths: list[int] = []
             truncated = 0
@@ -210,6 +237,10 @@ class Evaluate(Stage):
                 texts += backend.decode(self.model, made.response_ids)
                 lengths += made.response_ids.lengths
                 truncated += int(made.truncated.sum())
+            return texts, lengths, truncated
+
+        def run(columns: Columns, task: Task) -> Output:
+            texts, lengths, truncated = sampled() if self.episode is None else played(self.episode)
             shown_to = {"prompt": [pair[0] for pair in pairs], "answer": [pair[1] for pair in pairs], "response": texts}
             scores = scorer.scores(shown_to, len(pairs), lambda i: f"held-out prompt {i} of step {task.step + 1}")
             scored = {f"eval/{name_of(function)}": fmean(values) for function, values in zip(rewards, scores)}

@@ -22,7 +22,7 @@ from typing import Any, Generic, TypeVar
 LINGER_S = 0.0005
 
 
-class Call:
+class PlaneCall:
     """One call in a batch. The batch runner resolves or fails it once; later results are ignored."""
 
     def __init__(self) -> None:
@@ -39,10 +39,10 @@ class Call:
             self.done.set_exception(error)
 
 
-C = TypeVar("C", bound=Call)
+C = TypeVar("C", bound=PlaneCall)
 
 
-async def contained(calls: Sequence[Call], work: Callable[..., Awaitable[None]], *arguments: Any) -> None:
+async def contained(calls: Sequence[PlaneCall], work: Callable[..., Awaitable[None]], *arguments: Any) -> None:
     """Run `work` for `calls`. If it raises, the calls that are not resolved yet fail with its exception."""
     try:
         await work(*arguments)

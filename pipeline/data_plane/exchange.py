@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from pipeline.data_plane.base import absent, conflict
-from pipeline.data_plane.batcher import Call, contained
+from pipeline.data_plane.batcher import PlaneCall, contained
 from pipeline.data_plane.packed import JOINED_BYTES
 from pipeline.data_plane.rows import Block, Value, same_bytes
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
 
 
-class Write(Call):
+class Write(PlaneCall):
     """Blocks for rows. Resolves to None once they are stored."""
 
     def __init__(self, partition: str, rows: Sequence[str], blocks: Mapping[str, Block], where: str) -> None:
@@ -28,7 +28,7 @@ class Write(Call):
         self.partition, self.rows, self.blocks, self.where = partition, rows, blocks, where
 
 
-class Read(Call):
+class Read(PlaneCall):
     """Fields of rows. Resolves to one list of values per field, in row order."""
 
     def __init__(self, partition: str, rows: Sequence[str], fields: Sequence[str], where: str) -> None:
@@ -36,7 +36,7 @@ class Read(Call):
         self.partition, self.rows, self.fields, self.where = partition, rows, fields, where
 
 
-class Remove(Call):
+class Remove(PlaneCall):
     """Rows to remove; None means the whole partition. Resolves to None once they are gone."""
 
     def __init__(self, partition: str, rows: Sequence[str] | None) -> None:

@@ -35,7 +35,7 @@ from uuid import uuid4
 from pipeline.data_plane import row_name
 from pipeline.data_plane.actors import own_actors
 from pipeline.data_plane.base import RowPlane, RowsOf
-from pipeline.data_plane.batcher import Batcher, Call
+from pipeline.data_plane.batcher import Batcher, PlaneCall
 from pipeline.data_plane.cache import RowCache
 from pipeline.data_plane.checks import broken
 from pipeline.data_plane.exchange import Exchange, Read, Remove, Write
@@ -155,7 +155,7 @@ class TransferQueuePlane(RowPlane):
             raise _gone("attach to TransferQueue", gone) from gone
         return TransferQueuePlane(settings, owns=False)
 
-    def _ask(self, what: str, batcher: Batcher, calls: Sequence[Call]) -> None:
+    def _ask(self, what: str, batcher: Batcher, calls: Sequence[PlaneCall]) -> None:
         """Send calls with the batcher's next batch and wait for all replies. Raises the first error then: what is still
         under way would come after whatever its caller does next."""
         self._check_open(what)

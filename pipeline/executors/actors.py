@@ -19,7 +19,7 @@ from pipeline.declare.handle import KVBatchMeta
 from pipeline.declare.task import MeetingPlace, Task
 from pipeline.errors import SluiceError
 from pipeline.executors.interface import bind
-from pipeline.executors.meetings import End
+from pipeline.executors.meetings import TransferEnd
 from pipeline.executors.outputs import TaskResult
 from pipeline.executors.worker import Worker, WorkerSettings
 from pipeline.precedence import search_last
@@ -77,7 +77,7 @@ class Hosted:
         return self._worker.turn(awake, room)
 
     def send(self, task: Task, near: bool, meeting: MeetingPlace | None) -> tuple[Any, TaskResult]:
-        end = End("source", near, meeting)
+        end = TransferEnd("source", near, meeting)
         result = self._worker.transfer(task, end)
         return end.payloads[0] if end.payloads else None, result
 
@@ -95,7 +95,7 @@ class Hosted:
     ) -> TaskResult:
         if any(payload is None for payload in payloads):  # a source failed; its own result has the reason
             return TaskResult(task=task)
-        return self._worker.transfer(task, End(side, near, meeting, payloads))
+        return self._worker.transfer(task, TransferEnd(side, near, meeting, payloads))
 
     def hold(self, folder: Path) -> None:
         self._worker.hold(folder)

@@ -23,7 +23,7 @@ from pipeline.declare.stage import Stage
 from pipeline.declare.task import MeetingPlace, Task
 from pipeline.errors import GraphError, PeerLost
 from pipeline.executors import shards
-from pipeline.executors.meetings import End, Meetings
+from pipeline.executors.meetings import Meetings, TransferEnd
 from pipeline.executors.outputs import TaskResult
 from pipeline.executors.turns import Turns
 from pipeline.executors.worker import Worker, WorkerSettings
@@ -123,15 +123,17 @@ class LocalExecutor:
         meeting: MeetingPlace | None = None
         if self._stages[task.stage].meets(True):
             meeting = self._meetings.of(task.stage, [f"{source}.0"], target, [0])
-        offer = End("source", True, meeting)
+        offer = TransferEnd("source", True, meeting)
         sent = self._workers[source].transfer(task, offer)
         if sent.error:
             return sent
-        taking, carried = End("target", True, meeting, offer.payloads), TaskResult(task=task)
+        taking, carried = TransferEnd("target", True, meeting, offer.payloads), TaskResult(task=task)
         if meeting is None:
             received = self._workers[target].transfer(task, taking)
         else:
-            carrying = self._thread.submit(self._carry, source, task, End("carrier", True, meeting, offer.payloads))
+            carrying = self._thread.submit(
+                self._carry, source, task, TransferEnd("carrier", True, meeting, offer.payloads)
+            )
             received = self._workers[target].transfer(task, taking)
             if received.error:
                 self._meetings.end(meeting.name, str(received.error))
@@ -142,7 +144,7 @@ class LocalExecutor:
         received.metrics = sent.metrics | carried.metrics | received.metrics
         return received
 
-    def _carry(self, source: str, task: Task, end: End) -> TaskResult:
+    def _carry(self, source: str, task: Task, end: TransferEnd) -> TaskResult:
         carried = self._workers[source].transfer(task, end)
         if carried.error and end.meeting:
             self._meetings.end(end.meeting.name, str(carried.error))

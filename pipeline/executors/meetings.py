@@ -64,7 +64,7 @@ class Meetings:
         self._members.clear()
 
 
-class End:
+class TransferEnd:
     """One end of a transfer; `payloads` holds what the source offered."""
 
     def __init__(

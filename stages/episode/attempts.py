@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import Any
 
 from stages.episode.environment import Deadlines, End, Messages, Reply, Said
-from stages.episode.processes import EnvironmentFailedError, Place, Processes
+from stages.episode.processes import EnvironmentFailedError, EnvironmentProcess, Processes
 
 
 class EpisodeLostError(Exception):
@@ -29,20 +29,19 @@ class EpisodeLostError(Exception):
 
 
 class Attempts:
-    """An episode in environments, one after the other. `number` is unique among those of the worker."""
+    """An episode in environments, one after the other."""
 
     def __init__(
         self,
         processes: Processes,
-        number: int,
         row: Mapping[str, Any],
         seed: tuple[int, ...],
         deadlines: Deadlines,
         retries: int,
     ) -> None:
-        self._processes, self._number, self._row, self._seed = processes, number, dict(row), seed
+        self._processes, self._number, self._row, self._seed = processes, processes.number(), dict(row), seed
         self._deadlines, self._left = deadlines, retries
-        self._place: Place | None = None
+        self._place: EnvironmentProcess | None = None
         self._own = False  # whether the process is this episode's alone
         self._turns: list[tuple[Reply, Messages]] = []  # that were answered
         self._first: Said = ""
@@ -137,6 +136,6 @@ class Attempts:
         await self.close()
 
 
-async def _closed(place: Place, number: int, deadline_s: float) -> None:
+async def _closed(place: EnvironmentProcess, number: int, deadline_s: float) -> None:
     with suppress(EnvironmentFailedError):
         await place.ask("close", number, deadline_s)

@@ -50,12 +50,13 @@ class Conversations:
     def reply(self, so_far: Conversation, ids: torch.Tensor, *, truncated: bool) -> Reply:
         """Add what the policy wrote, with its closing token."""
         (text,) = self._backend.decode(self._model, Ragged(ids, (len(ids),)))
-        content = self._backend.written(self._model, self._without_end(ids)) if self._chat else text
+        body = ids if truncated else self._without_end(ids)
+        content = self._backend.written(self._model, body) if self._chat else text
         so_far.messages.append({"role": "assistant", "content": content})
         return Reply(text, calls_in(text) if self._chat else (), truncated)
 
     def _without_end(self, ids: torch.Tensor) -> torch.Tensor:
-        """The tokens without a special one at their end, which templates write themselves."""
+        """The tokens without the special one that closes them, which templates write themselves."""
         (last,) = self._backend.decode(self._model, Ragged(ids[-1:], (1,)))
         return ids if last else ids[:-1]
 

@@ -26,7 +26,7 @@ class Opening(msgspec.Struct, frozen=True):
     path: list[str]
 
 
-class Asked(msgspec.Struct, frozen=True, kw_only=True):
+class HostCall(msgspec.Struct, frozen=True, kw_only=True):
     """A call of a method for an episode: `row` and `seed` of `open`, `reply` of `turn`."""
 
     number: int
@@ -37,7 +37,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     reply: Reply | None = None
 
 
-class Answered(msgspec.Struct, frozen=True, kw_only=True):
+class HostAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """What the method returned: what is said next (`said`), or the `end`; or the `error` that it raised, the name of
     its class and its text."""
 
@@ -53,7 +53,7 @@ class Answered(msgspec.Struct, frozen=True, kw_only=True):
         return End(self.end, self.reward) if self.said is None else Messages(self.said, self.reward)
 
 
-def framed(message: Opening | Asked | Answered) -> bytes:
+def framed(message: Opening | HostCall | HostAnswer) -> bytes:
     """Return a message as a frame."""
     content = msgspec.msgpack.encode(message)
     return HEAD.pack(len(content)) + content

@@ -22,7 +22,7 @@ import msgspec
 
 from pipeline.errors import message_of
 from stages.episode.environment import End, Environment, Messages
-from stages.episode.frames import Answered, Asked, Opening, framed, read_frame
+from stages.episode.frames import HostAnswer, HostCall, Opening, framed, read_frame
 
 NOT_LOADED = -1  # the number of the answer if the environment cannot be loaded
 
@@ -45,38 +45,38 @@ class Host:
     def _read(self) -> None:
         try:
             while (content := read_frame(self._connection)) is not None:
-                self._loop.call_soon_threadsafe(self._start, msgspec.msgpack.decode(content, type=Asked))
+                self._loop.call_soon_threadsafe(self._start, msgspec.msgpack.decode(content, type=HostCall))
         finally:
             os.killpg(os.getpgrp(), signal.SIGKILL)  # what the environments started, and this process
 
-    def _start(self, asked: Asked) -> None:
+    def _start(self, asked: HostCall) -> None:
         task = self._loop.create_task(self._answer(asked))
         self._running.add(task)
         task.add_done_callback(self._running.discard)
 
-    async def _answer(self, asked: Asked) -> None:
+    async def _answer(self, asked: HostCall) -> None:
         try:
             answer = await self._called(asked)
         except BaseException as error:  # noqa: BLE001 - the user's
-            answer = Answered(number=asked.number, error=(type(error).__name__, message_of(error)))
+            answer = HostAnswer(number=asked.number, error=(type(error).__name__, message_of(error)))
         self._connection.sendall(framed(answer))
 
-    async def _called(self, asked: Asked) -> Answered:
+    async def _called(self, asked: HostCall) -> HostAnswer:
         if asked.method == "open":
             made = await self._call("open", asked.row, Random(repr(asked.seed)))
             if not (isinstance(made, tuple) and len(made) == 2 and is_said(made[1])):
                 raise TypeError(f"open() returned {made!r:.100}; it returns a state, and a text or messages")
             self._states[asked.episode], said = made
-            return Answered(number=asked.number, said=said)
+            return HostAnswer(number=asked.number, said=said)
         if asked.method == "close":
             if asked.episode in self._states:
                 await self._call("close", self._states.pop(asked.episode))
-            return Answered(number=asked.number)
+            return HostAnswer(number=asked.number)
         made = await self._call("turn", self._states[asked.episode], asked.reply)
         if isinstance(made, Messages) and is_said(made.said):
-            return Answered(number=asked.number, said=made.said, reward=float(made.reward))
+            return HostAnswer(number=asked.number, said=made.said, reward=float(made.reward))
         if isinstance(made, End) and isinstance(made.kind, str) and made.kind:
-            return Answered(number=asked.number, end=made.kind, reward=float(made.reward))
+            return HostAnswer(number=asked.number, end=made.kind, reward=float(made.reward))
         raise TypeError(f"turn() returned {made!r:.100}; it returns Messages or End")
 
     async def _call(self, method: str, *given: Any) -> Any:
@@ -110,8 +110,8 @@ def main() -> None:
 
         environment = cloudpickle.loads(opening.environment)
     except BaseException as error:  # noqa: BLE001 - the user's
-        told = Answered(number=NOT_LOADED, error=(type(error).__name__, message_of(error)))
-        connection.sendall(framed(told))
+        answer = HostAnswer(number=NOT_LOADED, error=(type(error).__name__, message_of(error)))
+        connection.sendall(framed(answer))
         return
     Host(environment, connection).serve()
 

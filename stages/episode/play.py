@@ -15,7 +15,7 @@ from stages.backends import Generation
 from stages.episode.attempts import Attempts, EpisodeLostError
 from stages.episode.conversation import Conversation, Conversations
 from stages.episode.environment import End
-from stages.episode.turns import EpisodeName, Turn, TurnSampler
+from stages.episode.turns import EpisodeName, NextTurn, TurnSampler
 from stages.vocabulary import (
     CONVERSATION,
     END,
@@ -71,12 +71,11 @@ class Play:
         turns: TurnSampler,
         conversations: Conversations,
         processes: Processes,
-        number: int,
         seed: int,
     ) -> None:
         self.name, self._stage, self._turns, self._conversations = name, stage, turns, conversations
         seeds = (seed, name.group, name.sample)
-        self._attempts = Attempts(processes, number, row, seeds, stage.deadlines, stage.retries)
+        self._attempts = Attempts(processes, row, seeds, stage.deadlines, stage.retries)
         self._so_far = Conversation()
         self._prompt = NOTHING
         self._parts: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []  # ids, logprobs, versions
@@ -109,7 +108,7 @@ class Play:
         self._so_far, self._prompt = self._conversations.begin(said)
         for turn in range(self._stage.turns):
             most = min(self._stage.turn_tokens, self._stage.tokens - self.tokens)
-            made = await self._turns.sample(self.name, Turn(self._ids(), self.tokens, most))
+            made = await self._turns.sample(self.name, NextTurn(self._ids(), self.tokens, most))
             drawn = self._drawn(made)
             reply = self._conversations.reply(self._so_far, drawn, truncated=self._cut)
             self._reply = reply.text

@@ -29,7 +29,7 @@ import msgspec
 from pipeline import StageError
 from pipeline.errors import Problem
 from stages.episode.environment import Environment
-from stages.episode.frames import HEAD, Answered, Asked, Opening, framed
+from stages.episode.frames import HEAD, HostAnswer, HostCall, Opening, framed
 from stages.episode.host import NOT_LOADED
 from stages.pickling import pickled
 
@@ -49,7 +49,7 @@ class _ProcessDied(Exception):  # noqa: N818 - never leaves this file
     """What waits for an answer gets this."""
 
 
-class Place:
+class EnvironmentProcess:
     """One process of environments, and the episodes in it."""
 
     def __init__(self, processes: Processes, name: str) -> None:
@@ -58,7 +58,7 @@ class Place:
         self.is_lost = False
         self._why = "died"
         self._numbers = itertools.count()
-        self._waiting: dict[int, asyncio.Future[Answered]] = {}
+        self._waiting: dict[int, asyncio.Future[HostAnswer]] = {}
         self._turn = asyncio.Lock()  # of methods that are no coroutines: one runs at a time
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-m", "stages.episode.host", str(theirs.fileno())]
@@ -73,7 +73,7 @@ class Place:
         self._opening = framed(Opening(processes.pickled, folders))
         self._ready = processes.run(self._connect())
 
-    async def ask(self, method: str, episode: int, deadline_s: float, **given: Any) -> Answered:
+    async def ask(self, method: str, episode: int, deadline_s: float, **given: Any) -> HostAnswer:
         """Call a method of the environment. Raises EnvironmentFailedError if it raises, takes longer than `deadline_s`
         seconds, or its process dies; an overdue process is killed. Raises StageError if the environment cannot be
         loaded there."""
@@ -85,7 +85,7 @@ class Place:
         self._writer.write(self._opening)
         self._reading = asyncio.ensure_future(self._read(reader))
 
-    async def _ask(self, method: str, episode: int, deadline_s: float, given: dict[str, Any]) -> Answered:
+    async def _ask(self, method: str, episode: int, deadline_s: float, given: dict[str, Any]) -> HostAnswer:
         with suppress(EnvironmentFailedError):
             await asyncio.wrap_future(self._ready)
         if self._processes.one_by_one(method):
@@ -93,12 +93,12 @@ class Place:
                 return await self._answered(method, episode, deadline_s, given)
         return await self._answered(method, episode, deadline_s, given)
 
-    async def _answered(self, method: str, episode: int, deadline_s: float, given: dict[str, Any]) -> Answered:
+    async def _answered(self, method: str, episode: int, deadline_s: float, given: dict[str, Any]) -> HostAnswer:
         if self.is_lost:
             raise self._processes.died(method)
         number = next(self._numbers)
         waiting = self._waiting[number] = asyncio.get_running_loop().create_future()
-        self._writer.write(framed(Asked(number=number, episode=episode, method=method, **given)))
+        self._writer.write(framed(HostCall(number=number, episode=episode, method=method, **given)))
         try:
             answer = await asyncio.wait_for(asyncio.shield(waiting), deadline_s)
         except TimeoutError:
@@ -116,7 +116,7 @@ class Place:
         with suppress(asyncio.IncompleteReadError, OSError):
             while True:
                 (size,) = HEAD.unpack(await reader.readexactly(HEAD.size))
-                answer = msgspec.msgpack.decode(await reader.readexactly(size), type=Answered)
+                answer = msgspec.msgpack.decode(await reader.readexactly(size), type=HostAnswer)
                 if answer.number == NOT_LOADED:
                     assert answer.error
                     self._processes.unusable = answer.error
@@ -149,8 +149,8 @@ class Processes:
         self._count, self._log, self._name = count, log, name
         self._methods = {method: getattr(environment, method) for method in ("open", "turn", "close")}
         self.unusable: tuple[str, str] | None = None
-        self._made = itertools.count()
-        self._places: list[Place] = []
+        self._made, self._episodes = itertools.count(), itertools.count()
+        self._places: list[EnvironmentProcess] = []
         self._lock = threading.Lock()
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True, name="environments").start()
@@ -170,7 +170,11 @@ class Processes:
         self._log.mkdir(parents=True, exist_ok=True)
         return (self._log / f"{name}.log").open("ab")
 
-    def place(self) -> Place:
+    def number(self) -> int:
+        """A number for the next episode."""
+        return next(self._episodes)
+
+    def place(self) -> EnvironmentProcess:
         """The process with the fewest episodes, started if there are fewer than `count`."""
         with self._lock:
             living = [place for place in self._places if not place.is_lost]
@@ -181,7 +185,7 @@ class Processes:
                 return living[-1]
             return idle or min(living, key=lambda place: len(place.episodes))
 
-    def fresh(self) -> Place:
+    def fresh(self) -> EnvironmentProcess:
         """A process for one episode alone, whose owner kills it."""
         return self._start()
 
@@ -192,7 +196,7 @@ class Processes:
             return StageError(_not_loaded(*self.unusable))
         return EnvironmentFailedError(method, "died")
 
-    def forget(self, place: Place) -> None:
+    def forget(self, place: EnvironmentProcess) -> None:
         """A process has died."""
         with self._lock:
             self._places = [other for other in self._places if other is not place]
@@ -203,8 +207,8 @@ class Processes:
             place.kill()
         self._loop.call_soon_threadsafe(self._loop.stop)
 
-    def _start(self) -> Place:
-        return Place(self, f"{self._name}-{next(self._made)}")
+    def _start(self) -> EnvironmentProcess:
+        return EnvironmentProcess(self, f"{self._name}-{next(self._made)}")
 
 
 def _not_loaded(kind: str, text: str) -> Problem:

@@ -10,9 +10,9 @@ the sample, so an episode depends on nothing but the seed, its group, its index 
 from __future__ import annotations
 
 import asyncio
-import itertools
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
-from dataclasses import KW_ONLY, dataclass, field
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from pipeline import Graph, Model, Output, Stage, StageContext, Task, WorkerGroup
@@ -40,7 +40,8 @@ from stages.vocabulary import (
 )
 
 if TYPE_CHECKING:
-    from stages.episode.play import Played
+    from stages.episode.play import Play, Played
+    from stages.episode.turns import TurnSampler
 
 LOOK_S = 0.1  # between two looks for cancelled groups
 ENDS = ("answered", "turns", "tokens", "deadline", "failed", "lost")  # that have a metric
@@ -163,11 +164,11 @@ class Episode(Stage):
         backend = engine(context)
         if not context.in_turns:
             backend.load(self.model)
-        numbers = itertools.count()
 
         async def run(columns: Columns, task: Task) -> AsyncGenerator[Output, None]:
-            async for output in self._run(backend, columns, task, context, numbers):
-                yield output
+            async with aclosing(self._run(backend, columns, task, context)) as outputs:
+                async for output in outputs:
+                    yield output
 
         return run
 
@@ -186,32 +187,62 @@ class Episode(Stage):
             min_p=self.min_p,
         )
 
-    async def _run(
-        self, backend: Any, columns: Columns, task: Task, context: StageContext, numbers: Iterator[int]
-    ) -> AsyncGenerator[Output, None]:
+    def played(self, backend: Any, context: StageContext, rows: Sequence[Mapping[str, Any]]) -> list[Played]:
+        """Play an episode for each row, with the most probable tokens."""
+
+        async def run() -> list[Played]:
+            given = [(i, 0, row) for i, row in enumerate(rows)]
+            turns, plays = self._begun(backend, context, replace(self.sampling(), greedy=True), given, 0)
+            try:
+                return await _all(plays)
+            finally:
+                await turns.close()
+
+        return asyncio.run(run())
+
+    def _begun(
+        self,
+        backend: Any,
+        context: StageContext,
+        sampling: Sampling,
+        rows: Sequence[tuple[int, int, Mapping[str, Any]]],
+        version: int,
+    ) -> tuple[TurnSampler, list[Play]]:
+        """Episodes that are to be played: of a group, a sample and a row each."""
         from stages.episode.conversation import Conversations
-        from stages.episode.play import Play, played_columns
+        from stages.episode.play import Play
         from stages.episode.turns import EpisodeName, TurnSampler
 
-        processes, size = self._processes(context), context.group_size
-        described = context.group.description
+        described, processes = context.group.description, self._processes(context)
         turns = TurnSampler(
             backend,
             self.model,
-            self.sampling(),
+            sampling,
             seed=context.seed,
-            version=task.version,
+            version=version,
             joins=bool(described and described.joins),
-            check=lambda event: check_event(event, backend.served_version(self.model, task.version)),
+            check=lambda event: check_event(event, backend.served_version(self.model, version)),
             unwanted=lambda group: group in context.cancelled,
         )
-        conversations = Conversations(backend, self.model, chat=self.chat, tools=self.environment.tools)
-        plays = []
-        for i in range(len(task.groups) * size):
-            name = EpisodeName(task.groups[i // size], i % size)
-            row = {made.name: _plain(columns[made.name], i) for made in self.reads}
-            plays.append(Play(self, name, row, turns, conversations, processes, next(numbers), context.seed))
+        written = Conversations(backend, self.model, chat=self.chat, tools=self.environment.tools)
+        plays = [
+            Play(self, EpisodeName(group, sample), row, turns, written, processes, context.seed)
+            for group, sample, row in rows
+        ]
         turns.enter([play.name for play in plays])
+        return turns, plays
+
+    async def _run(
+        self, backend: Any, columns: Columns, task: Task, context: StageContext
+    ) -> AsyncGenerator[Output, None]:
+        from stages.episode.play import played_columns
+
+        size = context.group_size
+        rows = [
+            (task.groups[i // size], i % size, {made.name: _plain(columns[made.name], i) for made in self.reads})
+            for i in range(len(task.groups) * size)
+        ]
+        turns, plays = self._begun(backend, context, self.sampling(), rows, task.version)
         groups = {
             position: asyncio.ensure_future(_all(plays[position * size : (position + 1) * size]))
             for position in range(len(task.groups))
@@ -250,7 +281,7 @@ class Episode(Stage):
         return context.shared[key]
 
 
-async def _all(plays: list[Any]) -> list[Played]:
+async def _all(plays: Sequence[Play]) -> list[Played]:
     """Play a group; if one play raises or is cancelled, all are."""
     running = [asyncio.ensure_future(play.run()) for play in plays]
     try:

@@ -21,7 +21,7 @@ from stages.backends import Cancelled, Decoded, Draws, Generation, Sampling, par
 
 
 @dataclass(frozen=True)
-class Turn:
+class NextTurn:
     """The tokens that the policy sees, and how many of them belong to the response, with the most that it may add."""
 
     ids: torch.Tensor
@@ -57,7 +57,7 @@ class TurnSampler:
         self._seed, self.version, self._joins = seed, version, joins
         self._check, self._unwanted = check, unwanted
         self._open: set[EpisodeName] = set()
-        self._asked: dict[EpisodeName, tuple[Turn, asyncio.Future[Generation]]] = {}
+        self._asked: dict[EpisodeName, tuple[NextTurn, asyncio.Future[Generation]]] = {}
         self._waves: set[asyncio.Task[None]] = set()
 
     def enter(self, episodes: Sequence[EpisodeName]) -> None:
@@ -71,7 +71,7 @@ class TurnSampler:
             left[1].cancel()
         self._begin()
 
-    async def sample(self, episode: EpisodeName, turn: Turn) -> Generation:
+    async def sample(self, episode: EpisodeName, turn: NextTurn) -> Generation:
         """Sample one turn of an episode. Raises CancelledError if its group is cancelled."""
         future: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
         self._asked[episode] = turn, future
@@ -92,7 +92,7 @@ class TurnSampler:
         self._waves.add(wave)
         wave.add_done_callback(self._waves.discard)
 
-    async def _wave(self, asked: dict[EpisodeName, tuple[Turn, asyncio.Future[Generation]]]) -> None:
+    async def _wave(self, asked: dict[EpisodeName, tuple[NextTurn, asyncio.Future[Generation]]]) -> None:
         names = sorted(asked, key=lambda name: (name.group, name.sample))
         futures = [asked[name][1] for name in names]
         try:
@@ -106,7 +106,7 @@ class TurnSampler:
                 future.cancel()
 
     async def _sampled(
-        self, names: Sequence[EpisodeName], turns: Sequence[Turn], futures: Sequence[asyncio.Future[Generation]]
+        self, names: Sequence[EpisodeName], turns: Sequence[NextTurn], futures: Sequence[asyncio.Future[Generation]]
     ) -> None:
         limits = tuple(turn.most for turn in turns)
         places = tuple(turn.place for turn in turns)

@@ -29,7 +29,7 @@ class Golden(Transport):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Messages(Transport):
+class ByMessages(Transport):
     """Each rank's part as one message through the executor."""
 
     keep_copy: bool = True
@@ -157,5 +157,5 @@ class Tree(Transport):
         return TreeReceiver(self.slot_bytes, self.slots, self.interfaces)
 
 
-OURS: tuple[Transport, ...] = (Golden(), Messages(), Pull(), Gloo(), P2P(), Broadcast(), Tree())
+OURS: tuple[Transport, ...] = (Golden(), ByMessages(), Pull(), Gloo(), P2P(), Broadcast(), Tree())
 TRANSPORTS: dict[str, Transport] = {transport.name: transport for transport in OURS}  # plus registered ones
