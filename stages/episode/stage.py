@@ -269,7 +269,7 @@ class Episode(Stage):
     def _processes(self, context: StageContext) -> Any:
         from stages.episode.processes import Processes
 
-        key = ("environments", self.name)
+        key = ("environments", id(self.environment))  # that other stages of the worker may have too
         if key not in context.shared:
             log = None if context.run_dir is None else context.run_dir / "logs"
             context.shared[key] = Processes(

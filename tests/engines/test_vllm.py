@@ -14,15 +14,19 @@ import pytest
 import torch
 
 from ops.refit.share import digest_of
-from pipeline import Model, StageError, WorkerGroup
+from pipeline import Model, StageError, Task, WorkerGroup
 from pipeline.declare.columns import Ragged
+from stages import Episode, Rollout
 from stages.backends import Cancelled, Decoded, Draws, Generation, Sampling
 from stages.backends.torch.engine import TorchEngine
 from stages.backends.vllm.limits import problems
+from stages.episode.environment import OneTurn
 from tests.engines import vllm_models as tiny
 from tests.optional import need
 from tests.shares import shares_of
 from tests.sockets import files, listening
+from tests.unit.environments import Echo
+from tests.unit.test_torch_generate import continued
 
 need("vllm", "vllm")
 
@@ -98,6 +102,58 @@ def test_samples_are_those_of_the_torch_backend(
     temperature = 1.0 if sampling.greedy else sampling.temperature
     assert tiny.farthest(made, tiny.logprobs(tiny.reference(model), prompt_ids, made, temperature)) < NEAR
     assert set(made.versions.values.tolist()) == {1} and made.versions.values.dtype == torch.int32
+
+
+def test_a_sample_that_is_drawn_in_two_calls_is_that_of_one(backend: Any, model: Model) -> None:
+    continued(backend, model, prompts(backend, model), 24, tiny.draws(GROUPS))
+
+
+def test_episodes_are_those_of_the_torch_backend(
+    backend: Any, torch_backend: TorchEngine, model: Model, root: Path
+) -> None:
+    """Turns are requests of their own; with one turn, an episode is a rollout."""
+    task = Task(number=1, stage="episode", step=0, groups=GROUPS, version=1)
+    given = {"on": tiny.GROUP, "samples_per_prompt": 4, "turn_tokens": 12, "tokens": 60, "environments": 1}
+    columns = {"prompt": tiny.texts(GROUPS)}
+    stages = [Episode(model, environment, **given) for environment in (Echo(), OneTurn())]
+    stages.append(Rollout(model, on=tiny.GROUP, samples_per_prompt=4, max_tokens=12))
+    found: list[list[dict[str, Any]]] = []
+    for engine in (backend, torch_backend):
+        described = tiny.GROUP if engine is backend else replace(tiny.GROUP, backend="torch")
+        context = replace(tiny.context(root, described), shared={"engine": engine})
+        try:
+            found.append(
+                [rows_by_sample(asyncio.run(collected(stage.setup(context)(columns, task)))) for stage in stages]
+            )
+        finally:
+            for held in context.shared.values():
+                if held is not engine:
+                    held.close()
+    (turns, one, rollout), (same, *_) = found
+    assert [len(ends) for ends in turns["turn_ends"]] == [3] * 16
+    for name in ("response_ids", "conversation", "end", "turn_ends"):
+        assert all(equal(a, b) for a, b in zip(turns[name], same[name], strict=True)), name
+    for name in rollout.keys() - {"rollout_logprobs"}:
+        assert all(equal(a, b) for a, b in zip(rollout[name], one[name], strict=True)), name
+    near = zip(rollout["rollout_logprobs"], one["rollout_logprobs"], strict=True)
+    assert all(torch.allclose(a, b, atol=NEAR) for a, b in near)  # vLLM computes what is cached in other batches
+
+
+def rows_by_sample(outputs: list[Any]) -> dict[str, list[Any]]:
+    """All columns, in the order of the samples."""
+    rows = {
+        i: {
+            name: column.rows()[n] if isinstance(column, Ragged) else column[n]
+            for name, column in output.columns.items()
+        }
+        for output in outputs
+        for n, i in enumerate(output.index)
+    }
+    return {name: [rows[i][name] for i in sorted(rows)] for name in rows[0]}
+
+
+def equal(one: Any, two: Any) -> bool:
+    return torch.equal(one, two) if isinstance(one, torch.Tensor) else one == two
 
 
 def test_a_closing_token_is_part_of_the_response(backend: Any, model: Model) -> None:

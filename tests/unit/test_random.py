@@ -51,6 +51,15 @@ def test_a_value_does_not_depend_on_its_neighbours(seed, stream, samples, tokens
     assert np.array_equal(together, whole[:, start:])
     for i, (a, g) in enumerate(samples):
         assert np.array_equal(uniform(seed, stream, [a], [g], tokens, start), together[i : i + 1])
+    starts = [start + 3 * i for i in range(len(samples))]
+    apart = uniform(seed, stream, admission, index, tokens, starts)
+    whole = uniform(seed, stream, admission, index, starts[-1] + tokens)
+    assert np.array_equal(apart, np.stack([row[at : at + tokens] for row, at in zip(whole, starts)]))
+
+
+def test_each_sample_has_one_start_or_all_have_the_same():
+    with pytest.raises(ValueError, match="start has 2 entries, and there are 3 samples"):
+        uniform(0, 0, [0, 1, 2], [0, 0, 0], 4, [0, 1])
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,34 @@ def draws(count: int, seed: int = 0) -> Draws:
     return Draws(seed, tuple(range(count)), (0,) * count)
 
 
+def continued(backend: Any, model: Model, prompts: Ragged, most: int, draws: Draws) -> None:
+    """Check that samples which are drawn in two calls, cut at places of their own, are those of one call."""
+    whole = backend.generate(model, prompts, Sampling(most), draws)
+    limits = tuple(2 + 3 * i % (most - 2) for i in range(len(prompts)))
+    first = backend.generate(model, prompts, Sampling(max(limits), limits=limits), draws)
+    for i, (one, start) in enumerate(zip(whole.response_ids.rows(), first.response_ids.rows())):
+        assert torch.equal(one[: limits[i]], start)
+        assert bool(first.truncated[i]) == (len(one) > limits[i] or (bool(whole.truncated[i]) and limits[i] == most))
+    cut = [i for i in range(len(prompts)) if first.truncated[i] and limits[i] < most]
+    so_far = Ragged.of([torch.cat([prompts.rows()[i], first.response_ids.rows()[i]]) for i in cut])
+    left = tuple(most - limits[i] for i in cut)
+    places = Draws(
+        draws.seed, tuple(draws.groups[i] for i in cut), tuple(draws.samples[i] for i in cut),
+        tuple(limits[i] for i in cut),
+    )  # fmt: skip
+    rest = backend.generate(model, so_far, Sampling(max(left), limits=left), places)
+    assert len(cut) > 1
+    for place, i in enumerate(cut):
+        found = torch.cat([first.response_ids.rows()[i], rest.response_ids.rows()[place]])
+        assert torch.equal(found, whole.response_ids.rows()[i])
+        assert bool(rest.truncated[place]) == bool(whole.truncated[i])
+
+
+def test_a_sample_that_is_drawn_in_two_calls_is_that_of_one(backend: TorchEngine) -> None:
+    prompts = backend.encode(POLICY, RAGGED * 4)
+    continued(backend, POLICY, prompts, 12, draws(len(prompts)))
+
+
 def test_a_response_that_may_leave_the_positions_of_the_model_is_refused(backend: TorchEngine) -> None:
     most = CONFIG["max_position_embeddings"]
     prompts = backend.encode(POLICY, ["1", "01234"])
