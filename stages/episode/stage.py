@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from pipeline import Graph, Model, Output, Stage, StageContext, Task, WorkerGroup
 from pipeline.declare.columns import Columns
 from pipeline.declare.parameters import at_least, broken, number
-from pipeline.errors import Problem
+from pipeline.errors import Problem, shown
 from stages.backends import Sampling, backend_problems, engine, model_problems
 from stages.episode.environment import Deadlines, Environment
 from stages.model_shape import length_problems
@@ -131,14 +131,18 @@ class Episode(Stage):
         yield from model_problems(self.model)
         yield from alphabet_problems(getattr(graph.source, "source", None), self.model, str(self.model.location))
         yield from broken((*SAMPLING_RULES, *_RULES), self, where=where, says=f"{says} has {{}}")
-        yield from broken(_DEADLINES, self.deadlines, where=where, says=f"{says} has deadlines with {{}}")
+        if isinstance(self.deadlines, Deadlines):
+            yield from broken(_DEADLINES, self.deadlines, where=where, says=f"{says} has deadlines with {{}}")
+        else:
+            what, why = f"{says} has deadlines={shown(self.deadlines)}", "four waits have a deadline each"
+            yield Problem(where=where, what=what, why=why, fix="Deadlines(turn_s=30.0)")
         yield from length_problems(self.model, self.tokens, where, says)
         yield from self._environment_problems(where, says)
         if not any(END in stage.reads for stage in graph.all_stages() if stage.gate):
             yield Problem(
                 where=where,
                 what=f"{says} may lose episodes, and no Filter drops their groups",
-                why="what an infrastructure has failed at is never trained",
+                why="an episode that its machine has failed is no sample of the policy",
                 fix='Filter("complete") after it, or Filter(..., episodes=True)',
             )
 
@@ -146,16 +150,26 @@ class Episode(Stage):
         if not isinstance(self.environment, Environment):
             yield Problem(
                 where=where,
-                what=f"{says} has environment={self.environment!r:.60}",
+                what=f"{says} has environment={shown(self.environment)}",
                 why="an environment has open(), turn() and close()",
                 fix="an instance of a class derived from stages.Environment",
+            )
+        elif lacks := [
+            name for name in ("open", "turn") if _method(self.environment, name) is _method(Environment, name)
+        ]:
+            kind = type(self.environment).__name__
+            yield Problem(
+                where=where,
+                what=f"the environment {kind} has no {' and no '.join(f'{name}()' for name in lacks)}",
+                why="open() begins an episode, and turn() answers a reply",
+                fix=f"define {lacks[0]}() in {kind}",
             )
         if self.model.router_replay or self.model.images:
             has = "router_replay" if self.model.router_replay else "images"
             yield Problem(
                 where=where,
                 what=f"{says} samples a model with {has}=True",
-                why="turns have not been tested with it",
+                why="no test has sampled turns with it",
                 fix=f"{has}=False",
             )
 
@@ -279,6 +293,10 @@ class Episode(Stage):
                 name=f"{self.name}-{context.group.name}-{context.rank}",
             )
         return context.shared[key]
+
+
+def _method(environment: Environment | type[Environment], name: str) -> object:
+    return getattr(environment if isinstance(environment, type) else type(environment), name)
 
 
 async def _all(plays: Sequence[Play]) -> list[Played]:

@@ -1,0 +1,55 @@
+"""Invalid episodes that a check finds."""
+
+from tests.errors.harness import Case
+
+TOP = """from stages import Deadlines, End, Environment, Episode, Evaluate, Filter
+
+
+class Quiz(Environment):
+    def open(self, row, draw):
+        return None, row["prompt"]
+
+    def turn(self, state, reply):
+        return End()
+
+
+class Other(Quiz):
+    reads = ("prompt", "answer")
+
+
+class Half(Environment):
+    def open(self, row, draw):
+        return None, row["prompt"]
+
+
+"""
+EPISODE = "Episode(policy, {environment}, on=sampler, samples_per_prompt=2, tokens=8, turn_tokens=3{more})"
+
+
+def episode(name: str, more: str = "", environment: str = "Quiz()", **lines: str) -> Case:
+    """Return a case of an Episode with these arguments."""
+    written = EPISODE.format(environment=environment, more=f", {more}" if more else "")
+    return Case(name, {"rollout": written, "extra": "(Filter('complete'),)"} | lines, at=("rollout",), top=TOP)
+
+
+def evaluated(name: str, given: str, **lines: str) -> Case:
+    """Return a case of an Evaluate of episodes."""
+    extra = f"(Filter('complete'), Evaluate(policy, task, on=sampler, episode={given}))"
+    made = episode(name, extra=extra, **lines)
+    return Case(name, made.lines, at=("extra",), top=TOP)
+
+
+CASES = [
+    episode("no_environment", environment="None"),
+    episode("environment_is_a_class", environment="Quiz"),
+    episode("environment_without_turns", environment="Half()"),
+    episode("lost_episodes_that_nothing_drops", extra="()"),
+    episode("lost_episodes_behind_a_filter", extra="(Filter(),)"),
+    episode("episode_of_no_turns", "turns=0"),
+    episode("episode_without_processes", "environments=0, retries=-1"),
+    episode("deadlines_are_a_number", "deadlines=30"),
+    episode("deadline_of_0", "deadlines=Deadlines(turn_s=0)"),
+    evaluated("evaluation_of_no_episode", "Quiz()"),
+    evaluated("evaluation_with_more_than_prompts", "Episode(policy, Other(), on=sampler, turns=2)"),
+    evaluated("evaluation_of_another_model", "Episode(policy.frozen(), Quiz(), on=sampler)"),
+]
