@@ -138,12 +138,14 @@ class Episode(Stage):
             yield Problem(where=where, what=what, why=why, fix="Deadlines(turn_s=30.0)")
         yield from length_problems(self.model, self.tokens, where, says)
         yield from self._environment_problems(where, says)
-        if not any(END in stage.reads for stage in graph.all_stages() if stage.gate):
+        gate = next((stage for stage in graph.all_stages() if stage.gate), None)
+        if gate is None or END not in gate.reads:
+            keeps = f"{gate.name!r} keeps" if gate else "no Filter drops"
             yield Problem(
                 where=where,
-                what=f"{says} may lose episodes, and no Filter drops their groups",
+                what=f"{says} may lose episodes, and {keeps} their groups",
                 why="an episode that its machine has failed is no sample of the policy",
-                fix='Filter("complete") after it, or Filter(..., episodes=True)',
+                fix="Filter(..., episodes=True)" if gate else 'Filter("complete") after it',
             )
 
     def _environment_problems(self, where: str, says: str) -> Iterable[Problem]:
@@ -154,9 +156,7 @@ class Episode(Stage):
                 why="an environment has open(), turn() and close()",
                 fix="an instance of a class derived from stages.Environment",
             )
-        elif lacks := [
-            name for name in ("open", "turn") if _method(self.environment, name) is _method(Environment, name)
-        ]:
+        elif lacks := [name for name in ("open", "turn") if _is_missing(self.environment, name)]:
             kind = type(self.environment).__name__
             yield Problem(
                 where=where,
@@ -295,8 +295,8 @@ class Episode(Stage):
         return context.shared[key]
 
 
-def _method(environment: Environment | type[Environment], name: str) -> object:
-    return getattr(environment if isinstance(environment, type) else type(environment), name)
+def _is_missing(environment: Environment, method: str) -> bool:
+    return getattr(type(environment), method) is getattr(Environment, method)
 
 
 async def _all(plays: Sequence[Play]) -> list[Played]:
