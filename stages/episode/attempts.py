@@ -71,7 +71,7 @@ class Attempts:
             except EnvironmentFailedError as error:
                 failures += 1
                 if failures > 1:  # in a fresh environment, at the same turn
-                    await self._left_behind()
+                    await self.close()
                     return End("deadline" if error.kind == "deadline" else f"failed:{len(self._turns)}:{error.kind}")
                 self._again(error)
                 continue
@@ -84,16 +84,20 @@ class Attempts:
         place, self._place = self._place, None
         if place is None:
             return
-        with suppress(EnvironmentFailedError):
-            await place.ask("close", self._number, self._deadlines.close_s)
-        place.episodes.discard(self._number)
-        if self._own:
-            place.kill()
+        if self._processes.closes:
+            with suppress(EnvironmentFailedError):
+                await place.ask("close", self._number, self._deadlines.close_s)
+            place.episodes.discard(self._number)
+            if self._own:
+                place.kill()
+        else:
+            self._leave(place)
 
     def give_up(self) -> None:
         """The episode is no longer wanted, and nobody waits for it."""
-        if self._place is not None:
-            self._processes.run(self.close())
+        place, self._place = self._place, None
+        if place is not None:
+            self._leave(place)
 
     async def _opened(self) -> Said:
         self._own = self.retried > 0
@@ -121,21 +125,16 @@ class Attempts:
         """Leave the environment that has failed. Raises EpisodeLostError if it may not be tried again."""
         place, self._place = self._place, None
         if place is not None:
-            place.episodes.discard(self._number)
-            if self._own:
-                place.kill()
-            elif not place.is_lost:
-                self._processes.run(_closed(place, self._number, self._deadlines.close_s))
+            self._leave(place)
         if not self._left:
             raise EpisodeLostError(error)
         self._left -= 1
         self.retried += 1
 
-    async def _left_behind(self) -> None:
-        """Leave the environment that has failed, for good."""
-        await self.close()
-
-
-async def _closed(place: EnvironmentProcess, number: int, deadline_s: float) -> None:
-    with suppress(EnvironmentFailedError):
-        await place.ask("close", number, deadline_s)
+    def _leave(self, place: EnvironmentProcess) -> None:
+        """Close the environment without waiting for it."""
+        place.episodes.discard(self._number)
+        if self._own:
+            place.kill()
+        else:
+            place.start("close", self._number, self._deadlines.close_s)

@@ -1,7 +1,8 @@
 """A process of environments: python -m stages.episode.host FD. Knows one environment and a socket; loads no torch.
 
-Coroutines run in one event loop, other methods one after the other in one thread. Ends, with all processes of its
-session, when the other end of the socket is closed: when the run has ended or was killed.
+Coroutines run in one event loop, other methods one after the other, in a thread of their own if there are coroutines.
+Ends, with all processes of its session, when the other end of the socket is closed: when the run has ended or was
+killed.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ class Host:
     def __init__(self, environment: Environment, connection: socket.socket) -> None:
         self._environment, self._connection = environment, connection
         self._loop = asyncio.new_event_loop()
-        self._thread = ThreadPoolExecutor(1)
+        methods = [getattr(environment, name) for name in ("open", "turn", "close")]
+        self._apart = ThreadPoolExecutor(1) if any(map(inspect.iscoroutinefunction, methods)) else None
         self._states: dict[int, Any] = {}
         self._running: set[asyncio.Task[None]] = set()
 
@@ -83,7 +85,9 @@ class Host:
         function = getattr(self._environment, method)
         if inspect.iscoroutinefunction(function):
             return await function(*given)
-        return await self._loop.run_in_executor(self._thread, function, *given)
+        if self._apart is None:  # nothing else runs meanwhile
+            return function(*given)
+        return await self._loop.run_in_executor(self._apart, function, *given)
 
 
 def is_said(value: Any) -> bool:

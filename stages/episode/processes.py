@@ -19,8 +19,11 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Coroutine
+from collections import deque
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -45,100 +48,127 @@ class EnvironmentFailedError(Exception):
         self.method, self.kind, self.text = method, kind, text
 
 
-class _ProcessDied(Exception):  # noqa: N818 - never leaves this file
-    """What waits for an answer gets this."""
+@dataclass
+class _Waiting:
+    """A call that was not answered yet. `timer` runs from the moment when it is sent."""
+
+    call: HostCall
+    deadline_s: float
+    future: Future[HostAnswer]
+    timer: asyncio.TimerHandle | None = None
 
 
 class EnvironmentProcess:
-    """One process of environments, and the episodes in it."""
+    """One process of environments, and the episodes in it. Its callbacks run in the loop of `processes`."""
 
     def __init__(self, processes: Processes, name: str) -> None:
         self._processes, self._name = processes, name
         self.episodes: set[int] = set()
         self.is_lost = False
-        self._why = "died"
         self._numbers = itertools.count()
-        self._waiting: dict[int, asyncio.Future[HostAnswer]] = {}
-        self._turn = asyncio.Lock()  # of methods that are no coroutines: one runs at a time
+        self._sent: dict[int, _Waiting] = {}
+        self._queue: deque[_Waiting] = deque()  # calls of methods that run one by one, while one of them runs
+        self._runs_one = False
+        self._writer: asyncio.StreamWriter | None = None
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-m", "stages.episode.host", str(theirs.fileno())]
-        folders = [folder for folder in (os.path.abspath(path or ".") for path in sys.path)]
+        folders = [os.path.abspath(path or ".") for path in sys.path]
         with processes.log(name) as log:
             self._process = subprocess.Popen(
                 command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=log, stderr=log,
                 start_new_session=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(folders)},
             )  # fmt: skip
         theirs.close()
-        self._socket = ours
         self._opening = framed(Opening(processes.pickled, folders))
-        self._ready = processes.run(self._connect())
+        self._serving = processes.run(self._serve(ours))
 
     async def ask(self, method: str, episode: int, deadline_s: float, **given: Any) -> HostAnswer:
         """Call a method of the environment. Raises EnvironmentFailedError if it raises, takes longer than `deadline_s`
         seconds, or its process dies; an overdue process is killed. Raises StageError if the environment cannot be
         loaded there."""
-        return await asyncio.wrap_future(self._processes.run(self._ask(method, episode, deadline_s, given)))
+        return await asyncio.wrap_future(self.start(method, episode, deadline_s, **given))
 
-    async def _connect(self) -> None:
-        self._socket.setblocking(False)
-        reader, self._writer = await asyncio.open_connection(sock=self._socket)
-        self._writer.write(self._opening)
-        self._reading = asyncio.ensure_future(self._read(reader))
+    def start(self, method: str, episode: int, deadline_s: float, **given: Any) -> Future[HostAnswer]:
+        """Call a method as `ask` does, without waiting for its answer."""
+        call = HostCall(number=next(self._numbers), episode=episode, method=method, **given)
+        waiting = _Waiting(call, deadline_s, Future())
+        self._processes.soon(self._add, waiting)
+        return waiting.future
 
-    async def _ask(self, method: str, episode: int, deadline_s: float, given: dict[str, Any]) -> HostAnswer:
-        with suppress(EnvironmentFailedError):
-            await asyncio.wrap_future(self._ready)
-        if self._processes.one_by_one(method):
-            async with self._turn:
-                return await self._answered(method, episode, deadline_s, given)
-        return await self._answered(method, episode, deadline_s, given)
-
-    async def _answered(self, method: str, episode: int, deadline_s: float, given: dict[str, Any]) -> HostAnswer:
-        if self.is_lost:
-            raise self._processes.died(method)
-        number = next(self._numbers)
-        waiting = self._waiting[number] = asyncio.get_running_loop().create_future()
-        self._writer.write(framed(HostCall(number=number, episode=episode, method=method, **given)))
-        try:
-            answer = await asyncio.wait_for(asyncio.shield(waiting), deadline_s)
-        except TimeoutError:
-            self.kill("died")
-            raise EnvironmentFailedError(method, "deadline", f"it took longer than {deadline_s:g} s") from None
-        except _ProcessDied:
-            raise self._processes.died(method) from None
-        finally:
-            self._waiting.pop(number, None)
-        if answer.error:
-            raise EnvironmentFailedError(method, *answer.error)
-        return answer
-
-    async def _read(self, reader: asyncio.StreamReader) -> None:
-        with suppress(asyncio.IncompleteReadError, OSError):
-            while True:
-                (size,) = HEAD.unpack(await reader.readexactly(HEAD.size))
-                answer = msgspec.msgpack.decode(await reader.readexactly(size), type=HostAnswer)
-                if answer.number == NOT_LOADED:
-                    assert answer.error
-                    self._processes.unusable = answer.error
-                elif (waiting := self._waiting.get(answer.number)) and not waiting.done():
-                    waiting.set_result(answer)
-        self._lose()
-
-    def _lose(self) -> None:
-        """Every call that waits has failed."""
-        self.is_lost = True
-        self._processes.forget(self)
-        for waiting in self._waiting.values():
-            if not waiting.done():
-                waiting.set_exception(_ProcessDied())
-                waiting.exception()  # may be nobody's
-
-    def kill(self, why: str = "died") -> None:
+    def kill(self) -> None:
         """End the process, with all that it started in its session."""
-        self._why, self.is_lost = why, True
+        self.is_lost = True
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+
+    def _add(self, waiting: _Waiting) -> None:
+        self._queue.append(waiting)
+        self._send()
+
+    def _send(self) -> None:
+        """Send what may run now."""
+        if self.is_lost:
+            self._lose()
+            return
+        while self._writer is not None and self._queue:
+            alone = self._processes.one_by_one
+            if alone and self._runs_one:
+                return
+            waiting = self._queue.popleft()
+            self._runs_one = alone
+            self._sent[waiting.call.number] = waiting
+            waiting.timer = asyncio.get_running_loop().call_later(waiting.deadline_s, self._overdue, waiting)
+            self._writer.write(framed(waiting.call))
+
+    def _overdue(self, waiting: _Waiting) -> None:
+        text = f"it took longer than {waiting.deadline_s:g} s"
+        self._fail(waiting, EnvironmentFailedError(waiting.call.method, "deadline", text))
+        self.kill()
+
+    async def _serve(self, ours: socket.socket) -> None:
+        """Connect, and take answers until the process ends."""
+        ours.setblocking(False)
+        reader, self._writer = await asyncio.open_connection(sock=ours)
+        self._writer.write(self._opening)
+        self._send()
+        with suppress(asyncio.IncompleteReadError, OSError):
+            while True:
+                (size,) = HEAD.unpack(await reader.readexactly(HEAD.size))
+                self._take(msgspec.msgpack.decode(await reader.readexactly(size), type=HostAnswer))
+        self.is_lost = True
+        self._processes.forget(self)
+        self._writer.close()
+        self._lose()
+
+    def _take(self, answer: HostAnswer) -> None:
+        if answer.number == NOT_LOADED:
+            self._processes.unusable = answer.error
+        if (waiting := self._sent.pop(answer.number, None)) is None:
+            return
+        self._runs_one = False
+        if answer.error:
+            self._fail(waiting, EnvironmentFailedError(waiting.call.method, *answer.error))
+        elif self._is_awaited(waiting):
+            waiting.future.set_result(answer)
+        self._send()
+
+    def _lose(self) -> None:
+        """Every call that waits has failed."""
+        for waiting in (*self._sent.values(), *self._queue):
+            self._fail(waiting, self._processes.died(waiting.call.method))
+        self._sent.clear()
+        self._queue.clear()
+
+    def _fail(self, waiting: _Waiting, error: Exception) -> None:
+        if self._is_awaited(waiting):
+            waiting.future.set_exception(error)
+
+    def _is_awaited(self, waiting: _Waiting) -> bool:
+        """Whether a call has no result yet and somebody wants one; its deadline has passed with this call."""
+        if waiting.timer is not None:
+            waiting.timer.cancel()
+        return not waiting.future.done() and waiting.future.set_running_or_notify_cancel()
 
 
 class Processes:
@@ -147,7 +177,9 @@ class Processes:
     def __init__(self, environment: Environment, *, count: int, log: Path | None, name: str = "environment") -> None:
         self.pickled = pickled(environment)
         self._count, self._log, self._name = count, log, name
-        self._methods = {method: getattr(environment, method) for method in ("open", "turn", "close")}
+        self.closes = type(environment).close is not Environment.close  # more than to forget the state
+        methods = (getattr(environment, method) for method in ("open", "turn", "close"))
+        self.one_by_one = not any(map(inspect.iscoroutinefunction, methods))  # a process then runs one call at a time
         self.unusable: tuple[str, str] | None = None
         self._made, self._episodes = itertools.count(), itertools.count()
         self._places: list[EnvironmentProcess] = []
@@ -159,9 +191,9 @@ class Processes:
         """Run a coroutine in the loop of these processes. Returns its concurrent future."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
-    def one_by_one(self, method: str) -> bool:
-        """Whether a process runs one call of this method at a time."""
-        return not inspect.iscoroutinefunction(self._methods[method])
+    def soon(self, function: Callable[..., None], *given: Any) -> None:
+        """Call a function in the loop of these processes."""
+        self._loop.call_soon_threadsafe(function, *given)
 
     def log(self, name: str) -> Any:
         """The file for what a process prints."""
