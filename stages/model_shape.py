@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from ops.flops import Transformer, block_kinds, quadratic_cost
 from pipeline import Model
-from pipeline.declare.parameters import is_whole
+from pipeline.declare.parameters import is_number, is_whole
 from pipeline.errors import Problem, shown
 from pipeline.reading import BROKEN, check_file, reason
 
@@ -45,11 +45,11 @@ _RULES = (  # a key, what its number must be, and the key of the number that thi
 )
 _LATENT_NULL = ("q_lora_rank", "moe_latent_size")  # numbers that may be null
 _NULL = (*OPTIONAL, *_LATENT_NULL)  # in other families than nemotron_h
-_WHOLE = tuple(
-    dict.fromkeys(
-        (*(key for key, _, other in _RULES for key in (key, other)), "kv_lora_rank", "decoder_sparse_step", *_NULL)
-    )
-)
+_SIZES = (
+    "kv_lora_rank", "qk_nope_head_dim", "v_head_dim", "decoder_sparse_step", "moe_intermediate_size", "ssm_state_size",
+    "mamba_head_dim", "conv_kernel", "chunk_size",
+)  # fmt: skip
+_WHOLE = tuple(dict.fromkeys((*(key for key, _, other in _RULES for key in (key, other)), *_SIZES, *_NULL)))
 _RELATED = (*FAMILIES, "nemotron_h", "gpt_oss")  # families whose keys those are
 
 
@@ -124,6 +124,9 @@ def _setting_faults(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     shared, scale = config.get("n_shared_experts", 0), config.get("routed_scaling_factor", 1.0)
     if family in (*SHARED, "nemotron_h") and not is_whole(shared, 0):
         yield f"n_shared_experts={shown(shared)}", "it must be a whole number, 0 or more"
+    if family in SHARED and not is_whole(config.get("first_k_dense_replace", 0), 0):
+        dense = shown(config["first_k_dense_replace"])
+        yield f"first_k_dense_replace={dense}", "it must be a whole number, 0 or more"
     if family in SHARED and not isinstance(scale, float):
         yield f"routed_scaling_factor={shown(scale)}", "transformers takes a number with a point for it, as 1.0"
     if (size := _turned(config)) % 2:
@@ -157,18 +160,18 @@ def _turned(config: Mapping[str, Any]) -> int:
 def positions(config: Mapping[str, Any]) -> int | None:
     """Return the most tokens of a prompt and its response; None if the config does not say.
 
-    YaRN stretches the positions of its original model, linear and dynamic scaling those of the config, as in vLLM
-    (vllm/config/model.py, `_get_and_verify_max_len`).
+    Linear and dynamic scaling stretch the positions of the config, which has those that YaRN and others have stretched,
+    as in vLLM 0.32 (vllm/config/model.py, `_get_and_verify_max_len`).
     """
-    text = config.get("text_config") or config
+    text = config.get("text_config")
+    text = text if isinstance(text, Mapping) else config
     most: Any = text.get("max_position_embeddings")
     if not is_whole(most, 1):
         return None
     rope = rope_settings(text)
     kind, factor = rope.get("rope_type", rope.get("type")), rope.get("factor")
-    if kind in ("yarn", "linear", "dynamic") and isinstance(factor, int | float):
-        most = max(most, int(factor * (rope.get("original_max_position_embeddings") or most)))
-    return int(most)
+    stretches = kind in ("linear", "dynamic") and is_number(factor) and (factor or 0) > 0
+    return int(most * factor) if stretches else int(most)
 
 
 def length_problems(model: Model, max_tokens: Any, where: str, says: str) -> Iterator[Problem]:
@@ -179,7 +182,7 @@ def length_problems(model: Model, max_tokens: Any, where: str, says: str) -> Ite
             where=where,
             what=f"{says} has max_tokens={max_tokens}, and a prompt and its response have at most {most:,} tokens",
             why=f"the config of model {model.source!r} says so (max_position_embeddings)",
-            fix=f"max_tokens={most // 2}, which leaves as much for the prompt",
+            fix=f"max_tokens={most // 2}, which leaves as much for the prompt" if most > 1 else "another model",
         )
 
 

@@ -59,8 +59,9 @@ def write_merged(adapter: Path, base: Path, made: Path) -> None:
 def other_base(adapter: Path, base: Path) -> Problem | None:
     """Return a warning if the folder is not named as the adapter's model: others of the same shape fit too."""
     name = str(json.loads((adapter / CONFIG).read_bytes()).get("base_model_name_or_path"))
-    path = str(base.resolve())
-    if Path(name).resolve() == base.resolve() or Path(name).name in path:  # a path of the hub's cache has the name
+    path = base.resolve()
+    cached = path.parent.name == "snapshots" and path.parents[1].name.endswith(f"--{Path(name).name}")  # of the hub
+    if Path(name).resolve() == path or Path(name).name == path.name or cached:
         return None
     return Problem(
         where=f"--merge {base}",

@@ -69,7 +69,7 @@ class AssumedLengths:
                     fix=f"--assume mean={self.longest // 2 or 1}" if self.longest else "a Rollout with max_tokens",
                 )
             )
-        self._low = 1
+        self._low = max(1, 2 * mean - self.longest)
         self._range = 2 * (mean - self._low)
         self._found: dict[int, list[int]] = {}
 

@@ -17,7 +17,7 @@ from stages.backends.megatron.names import parameters
 from stages.backends.megatron.parts import Part
 from stages.backends.megatron.rotary import frequencies
 from stages.backends.model.decoder import Yarn
-from stages.backends.model.families import decoder_of
+from stages.backends.model.families import decoder_of, padding_token
 from stages.backends.model.folder import model_folder
 from tests.unit.test_folder import DEEPSEEK, GLM
 from tests.unit.test_torch_families import NEMOTRON
@@ -68,6 +68,22 @@ def test_a_decoder_has_the_weights_that_transformers_saves(
     table = parameters(decoder_of(json.loads((folder / "config.json").read_text()), "here"), Part())
     assert {piece.name for parameter in table.values() for piece in parameter.pieces} == saved
     assert any(name.endswith(differs) for name in saved) == all(change.values())
+
+
+@pytest.mark.parametrize(
+    ("pad", "found"), [(None, None), (3, 3), (15, 15), (16, None), (-1, 15), (-16, 0), (-17, None)]
+)
+def test_the_token_that_pads_is_that_of_transformers(pad: int | None, found: int | None) -> None:
+    """A vocabulary of 16: torch refuses numbers outside it, which are none here."""
+    assert padding_token({"vocab_size": 16, "pad_token_id": pad}) == found
+    if found is not None:
+        assert torch.nn.Embedding(16, 2, padding_idx=pad).padding_idx == found
+
+
+def test_no_shared_expert_is_none() -> None:
+    config = AutoConfig.for_model(**GLM | {"n_shared_experts": 0}).to_dict()
+    (sparse, *_) = [layer.mlp for layer in decoder_of(config, "here").layers if getattr(layer.mlp, "experts", 0)]
+    assert sparse.shared == 0
 
 
 def test_biases_of_feed_forward_parts_are_refused() -> None:

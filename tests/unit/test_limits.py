@@ -88,6 +88,7 @@ WHOLE_BLOCKS = {
         ({"intermediate_size": 200, "mlp_only_layers": []}, 1, ""),  # no layer has that size
         ({"intermediate_size": 256 + 128}, 2, "192 rows of gate_proj (intermediate_size)"),
         ({"intermediate_size": 511}, 2, "intermediate_size (511)"),
+        ({"num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 128, "intermediate_size": 512}, 2, ""),
         ({"model_type": "qwen3", "num_experts": None, "num_key_value_heads": 1}, 1, "64 rows of k_proj"),
     ],
 )
@@ -147,6 +148,7 @@ def test_a_family_may_need_a_newer_vllm(
             "sliding windows in some layers",
         ),
         ("qwen2", {"layer_types": ["full_attention"] * 2}, ""),
+        ("qwen2", {"layer_types": ["full_attention", "sliding_attention"], "max_window_layers": 2}, ""),
         ("qwen3", {"use_sliding_window": True, "max_window_layers": 1}, ""),
         ("nemotron_h", {"layers_block_type": ["attention", "mlp"]}, "no Mamba layer"),
     ],

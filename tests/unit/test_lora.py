@@ -301,13 +301,19 @@ def test_the_export_is_a_folder_of_peft_and_merged_it_computes_what_was_trained(
 def test_a_merge_with_a_folder_of_another_name_is_done_with_a_warning(finished: Path, tmp_path: Path) -> None:
     assert command(finished, "run", "--model", str(tmp_path / "adapter"), program="export")[0] == 0
     base = json.loads((tmp_path / "adapter/adapter_config.json").read_text())["base_model_name_or_path"]
-    shutil.copytree(base, tmp_path / "other")
-    flags = ("--model", str(tmp_path / "merged"), "--merge", str(tmp_path / "other"))
-    code, _, err = command(finished, "run", *flags, program="export")
-    (line,) = err.splitlines()
-    found = PROBLEM.fullmatch(line)
-    assert code == 0 and found and found["warning"] and f"{Path(base).name}'" in found["what"]
-    assert (tmp_path / "merged/model.safetensors").exists()
+    name = Path(base).name
+    for place, path in enumerate(("other", f"{name}-base", f"{name}/other")):
+        shutil.copytree(base, tmp_path / path)
+        flags = ("--model", str(tmp_path / f"merged-{place}"), "--merge", str(tmp_path / path))
+        code, _, err = command(finished, "run", *flags, program="export")
+        (line,) = err.splitlines()
+        found = PROBLEM.fullmatch(line)
+        assert code == 0 and found and found["warning"] and f"{name}'" in found["what"]
+        assert (tmp_path / f"merged-{place}/model.safetensors").exists()
+    for place, path in enumerate((f"copy/{name}", f"models--acme--{name}/snapshots/0123abcd")):
+        shutil.copytree(base, tmp_path / path)
+        flags = ("--model", str(tmp_path / f"same-{place}"), "--merge", str(tmp_path / path))
+        assert command(finished, "run", *flags, program="export")[::2] == (0, "")
 
 
 def test_the_export_of_nemotron_h_has_the_names_of_its_folder(tmp_path: Path) -> None:

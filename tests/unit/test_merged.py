@@ -91,6 +91,17 @@ def test_an_adapter_is_added_to_the_numbers_that_8_bit_weights_stand_for(
     assert changed == 2 * WIDE["num_hidden_layers"]
 
 
+def test_a_base_whose_weights_have_another_shape_is_refused(plain: Path, adapter: Path, tmp_path: Path) -> None:
+    """Also if they have as many numbers."""
+    base, made = tmp_path / "turned", tmp_path / "made"
+    base.mkdir(), made.mkdir()
+    tensors = load_file(plain / "model.safetensors")
+    name = next(name for name in tensors if name.endswith("down_proj.weight"))
+    save_file(tensors | {name: tensors[name].T.contiguous()}, base / "model.safetensors")
+    with pytest.raises(GraphError, match=rf"has '{name}' with the shape \[300, 160\], and the adapter adds"):
+        write_merged(adapter, base, made)
+
+
 def lacking(folder: Path) -> None:
     file, _ = sorted(folder.glob("*.safetensors"))
     tensors = load_file(file)
