@@ -119,11 +119,12 @@ def graph(
 
 def choices(gpus: int, prompts_per_step: int) -> Iterator[dict[str, object]]:
     """What to try for flags that are not given, if `--on` names GPUs: the fastest that fits is taken."""
-    gpus = min(gpus, 2 * prompts_per_step)  # workers divide the prompts, and may share GPUs
+    gpus = max(1, min(gpus, 2 * prompts_per_step))  # workers divide the prompts, and may share GPUs
     each = -(-gpus // 8)  # a few ways to divide many GPUs
     powers = [2**n for n in range(gpus.bit_length())]  # they divide most batches
     apart = [(n, gpus - n) for n in range(each, gpus, each)]
     apart += [(n, max(power for power in powers if power <= gpus - n)) for n in powers[-4:] if n < gpus]
+    apart += [(1, 1)] if gpus > 2 else []  # for any number of prompts
     ways: list[dict[str, object]] = [
         {"sampler_gpus": n, "learner_gpus": n, "colocated": True, "sampler_memory": share}
         for n in dict.fromkeys((min(gpus, prompts_per_step), powers[-1]))

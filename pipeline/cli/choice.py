@@ -52,6 +52,10 @@ class TooLargeError(GraphError):
     """A worker group does not fit on its GPUs."""
 
 
+class WrongChangeError(GraphError):
+    """A change that applies to no choice."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Tried:
     """One choice: the values that it sets, and the seconds and tokens/s of a step and the bytes in use of the fullest
@@ -103,6 +107,8 @@ def choose(
             below_s = math.inf if best is None else best.step_s
             try:
                 one = _tried(file, {**values, **open_values}, open_values, gpus, assumed, changes, below_s)
+            except WrongChangeError:
+                raise
             except SluiceError as error:
                 errors.append(error)
                 one = Tried(values=open_values, why=_short(error.problems[0].what))
@@ -175,7 +181,10 @@ def _tried(
     peak_bytes = max((one.peak_bytes for one in made.memory.values()), default=0.0)
     if any(unknown_times(graph, made, gpus, changes.stages)):
         return Tried(values=open_values, step_s=math.inf, peak_bytes=peak_bytes)
-    changed = changes.applied(planned, made.recording.durations)
+    try:
+        changed = changes.applied(planned, made.recording.durations)
+    except GraphError as error:
+        raise WrongChangeError(*error.problems) from error
     step_s = least_s(*changed)
     is_slower = step_s * (1 + GAIN) >= below_s
     if not is_slower:

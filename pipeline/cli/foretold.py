@@ -110,7 +110,8 @@ def assumed_in(options: argparse.Namespace) -> Assumed:
 
 def foretold(graph: Graph, planned: Plan, gpus: Gpus, options: argparse.Namespace) -> Forecast:
     """Return the forecast of a graph on these GPUs. Raises GraphError if a worker group does not fit."""
-    made = forecast(graph, planned, gpus.gpu, assumed_in(options))
+    given = {text.partition("=")[0] for text in getattr(options, "stage", None) or ()}  # of simulate
+    made = forecast(graph, planned, gpus.gpu, assumed_in(options), given=given)
     if made.problems:
         raise GraphError(*made.problems)
     return made

@@ -6,7 +6,7 @@ simulated(made.recording, Changes())
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import msgspec
 
@@ -102,9 +102,10 @@ class ForetoldTimes:
         return self._found[key]
 
 
-def forecast(graph: Graph, planned: Plan, gpu: Gpu, assumed: Assumed) -> Forecast:
-    """Return a graph and its plan as foretold for this GPU. Stages whose time is not known have no durations. Raises
-    GraphError if no group has GPUs, or the shape of a model or the length of a response is not known."""
+def forecast(graph: Graph, planned: Plan, gpu: Gpu, assumed: Assumed, *, given: Collection[str] = ()) -> Forecast:
+    """Return a graph and its plan as foretold for this GPU. Stages whose time is not known have no durations; nothing
+    is noted of those whose seconds are `given`. Raises GraphError if no group has GPUs, or the shape of a model or the
+    length of a response is not known."""
     lengths = AssumedLengths(graph, assumed)
     found = memory(graph, lengths, gpu)
     if not found:
@@ -121,7 +122,7 @@ def forecast(graph: Graph, planned: Plan, gpu: Gpu, assumed: Assumed) -> Forecas
     for stage in graph.all_stages():
         if made := _times(stage, lengths, gpu, found):
             times[stage.name] = made
-            idle += [stage.name] if isinstance(made, Drawn) else []
+            idle += [stage.name] if isinstance(made, Drawn) and stage.name not in given else []
     notes = [lengths.note()]
     notes += [f"{', '.join(idle)}: taken to need no time; --stage NAME=SECONDS sets it"] if idle else []
     notes += [*_divisions(found), *_speculation(found)]

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from benchmarks.gpu.shapes import SHAPES
 from pipeline import GraphError, run, simulate
@@ -13,8 +14,11 @@ from pipeline.cli import choice
 from pipeline.cli.choice import Chosen, choose, print_choice
 from pipeline.cli.load import load
 from pipeline.declare.interpreter import elsewhere
+from pipeline.foretell import bounds
+from pipeline.foretell.forecast import forecast
 from pipeline.foretell.gpu import asked
 from pipeline.foretell.loads import Assumed
+from pipeline.plan.planner import plan
 from stages.backends import is_installed
 from tests.optional import required
 
@@ -28,6 +32,18 @@ def choices(gpus: int):
 
 def graph(row: int = 8192, trainers: int = 1):
     return described(row=row, gpus=trainers, batch=128, colocated=True)
+"""
+
+EVALUATED = """
+from dataclasses import replace
+from stages import Evaluate, Generated
+from tests.unit.test_foretold import described
+
+def graph():
+    made = described(batch=128, colocated=True)
+    policy, sampler = made.stages[0].model, made.stages[0].on
+    evaluate = Evaluate(policy, Generated(), on=sampler, every=10, max_tokens=1024)
+    return replace(made, stages=(*made.stages, evaluate))
 """
 
 
@@ -89,11 +105,62 @@ def test_what_needs_too_much_memory_is_computed_again(folder):
     assert larger.values["recompute"] == "mlp" and larger.values["microbatch"] == 20480
 
 
+def test_a_change_that_applies_to_no_choice_says_so(folder, capsys):
+    """Not that the first choice is too large."""
+    flags = [str(REPOSITORY / "graphs" / "grpo.py"), "--model", "4B", "--on", "h200:1"]
+    for stage, says in (("nosuch=3", "nosuch"), ("reward=nan", "reward=nan")):
+        assert simulate.main([*flags, "--stage", stage]) == 2
+        assert says in capsys.readouterr().err
+
+
+def test_a_batch_of_nothing_is_not_the_recipes_fault(folder, capsys):
+    flags = [str(REPOSITORY / "graphs" / "grpo.py"), "--model", "0.6B", "--on", "h200:1"]
+    assert simulate.main([*flags, "--prompts-per-step", "0"]) == 2
+    err = capsys.readouterr().err
+    assert "batch=0" in err and "choices()" not in err
+
+
+def test_any_number_of_prompts_has_a_choice(folder):
+    found = grpo("h200:7", model="0.6B", prompts_per_step=31, minibatches=1, microbatch=8192, recompute="none")
+    assert (found.values["sampler_gpus"], found.values["learner_gpus"]) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    "given", [{}, {"max_staleness": 1, "colocated": False}, {"minibatches": 1, "colocated": False}]
+)
+def test_no_step_is_faster_than_the_least_seconds(folder, monkeypatch, given):
+    """Choices that cannot be faster are left out by them. Here none is, and all are simulated too."""
+    least: list[float] = []
+
+    def kept(*arguments):
+        least.append(bounds.least_s(*arguments))
+        return 0.0
+
+    monkeypatch.setattr(choice, "least_s", kept)
+    found = grpo("h200:2", model="0.6B", microbatch=8192, recompute="none", **given)
+    steps = [one.step_s for one in found.tried if not one.why]
+    assert len(steps) == len(least) and all(0 < low <= step_s for low, step_s in zip(least, steps))
+
+
+def test_a_stage_that_runs_now_and_then_does_not_count_as_a_part_of_each_step(folder):
+    """An evaluation on the sampler's GPU, every 10 steps."""
+    path = folder / "evaluated.py"
+    path.write_text(EVALUATED)
+    graph = load(path).build({})
+    with elsewhere():
+        planned = plan(graph, gpus=1)[0]
+        made = forecast(graph, planned, asked("h200:1").gpu, Assumed())
+        without = replace(planned, stages=tuple(stage for stage in planned.stages if stage.name != "evaluate"))
+    durations = made.recording.durations
+    assert "evaluate" in durations.stages
+    assert 0 < bounds.least_s(planned, durations) <= bounds.least_s(without, durations)
+
+
 def test_many_gpus_are_divided_in_a_few_ways():
     choices = load(REPOSITORY / "graphs" / "grpo.py").beside("choices")
     assert choices is not None
     made = list(choices(64, prompts_per_step=512))
-    assert len(made) == 23 * 12 and {one["sampler_gpus"] + one["learner_gpus"] for one in made} == {40, 48, 64, 128}
+    assert len(made) == 23 * 13 and {one["sampler_gpus"] + one["learner_gpus"] for one in made} == {2, 40, 48, 64, 128}
     assert max(len(list(choices(gpus, prompts_per_step=512))) for gpus in range(1, 1025)) <= choice.MOST
 
 

@@ -259,13 +259,30 @@ def test_streams_that_shared_an_engine_are_simulated_as_they_were(alone, train, 
     again, _ = fitted(planned, events)
     line = again.stages["rollout"].line
     assert [line.seconds(8 // sampler, 0, u) for u in (0.0, 0.5, 0.99)] == pytest.approx([alone_s] * 3)
-    assert published(Simulation(planned, again).run()) == pytest.approx(published(events), rel=0.05)
+    assert published(Simulation(planned, again).run()) == pytest.approx(published(events), rel=0.1)
 
 
 @pytest.mark.parametrize("room", [8, 16])
 def test_how_many_samples_an_engine_had_room_for_is_seen_in_the_record(room):
     for given_room in ({"sampler": room}, {}):
         assert fitted(*ahead(engines(1.0, 0.3, Costs(room=given_room))))[0].costs.room == given_room
+
+
+@given(st.integers(0, 50))
+@settings(deadline=None, max_examples=few(20))
+def test_streams_that_take_their_own_time_are_not_taken_to_wait_for_room(seed):
+    """Each takes a fifth more or less than the others, and all are computed at once."""
+    seconds = dict.fromkeys(SECONDS, "0") | {
+        "refit": "0.01 @ 1",
+        "train": "0.3 @ 1",
+        "rollout": "uniform(0.8, 1.2) @ 0.5",
+    }
+    times = Durations({name: Drawn(parse(text)) for name, text in seconds.items()}, Costs())
+    schedule = Schedule(steps=10, max_staleness=2, refit="in_flight")
+    made = plan(toy.graph(batch=4, schedule=schedule, **toy.streaming(sampler=1)))[0]
+    groups = [msgspec.structs.replace(group, gpus=group.workers * (group.name == "sampler")) for group in made.groups]
+    on_gpus = msgspec.structs.replace(made, groups=tuple(groups))
+    assert fitted(on_gpus, Simulation(on_gpus, times, seed=seed).run())[0].costs.room == {}
 
 
 def test_a_stream_that_has_not_ended_takes_its_part_too():
