@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -386,7 +387,7 @@ def run_graph(environment: Environment, *, steps: int = 2, k: int = 0, **setting
             Train(policy, on=learner, loss=ClippedLoss(), lr=1e-2, prev="own"),
             Refit(policy, source=learner, target=sampler),
         ),
-        schedule=Schedule(steps=steps, max_staleness=k),
+        schedule=Schedule(steps=steps, max_staleness=k, checkpoint_every=1),
     )
 
 
@@ -395,10 +396,10 @@ def height(response: str) -> float:
     return float(sum(map(ord, response)))
 
 
-def execute(folder: Path, graph: Graph) -> list[Any]:
+def execute(folder: Path, graph: Graph, executor: Any = None, start: int = 0) -> list[Any]:
     """The events of a run."""
     run_dir = RunDir(folder).create()
-    driver = Driver(graph, plan(graph)[0], LocalExecutor(), run_dir=run_dir)
+    driver = Driver(graph, plan(graph)[0], executor or LocalExecutor(), run_dir=run_dir, start=start)
     driver.execute()
     return [event for _, event in trace.read(folder / "events.jsonl")]
 
@@ -416,6 +417,15 @@ def test_a_run_with_lost_episodes_trains_the_others(tmp_path: Path) -> None:
     assert lost and {event.reason for event in dropped} == {"lost:open:OSError"}
     trained = [event for event in events if isinstance(event, trace.Trained)]
     assert trained and not lost & {group for event in trained for group in event.groups}
+
+
+@pytest.mark.journal_expected("I8")  # continues in another folder, with the checkpoint but not the record
+def test_a_resumed_run_is_the_whole_one(tmp_path: Path) -> None:
+    whole = execute(tmp_path / "whole", run_graph(Echo(), steps=3))
+    again = RunDir(tmp_path / "again").create()
+    shutil.copytree(RunDir(tmp_path / "whole").checkpoint(1), again.checkpoint(1))
+    rest = execute(again.path, run_graph(Echo(), steps=3), start=1)
+    assert published(rest) == published(whole)[1:]
 
 
 def test_the_same_run_is_the_same_bits(tmp_path: Path) -> None:
