@@ -4,7 +4,8 @@
         return 1.0 / (1 + len(response))
 
 A reward with parameters is a frozen dataclass that is called like a function, such as `Overlong`. `text` compares
-texts, `number` final numbers, and `symbolic` mathematics; `format` checks tags and boxes, and `length` token counts.
+texts, `number` final numbers, `symbolic` mathematics; `program` runs
+code in a sandbox; `format` checks tags and boxes, and `length` token counts.
 """
 
 from ops.rewards.batched import SampleError, batched
@@ -12,12 +13,14 @@ from ops.rewards.format import boxed, last_boxed, tagged
 from ops.rewards.length import Overlong, overlong_penalty
 from ops.rewards.model import model_reward
 from ops.rewards.number import final_number, gsm8k_match, number_match
+from ops.rewards.program import PassesTests
 from ops.rewards.symbolic import MathVerify, math_verify
 from ops.rewards.text import digit_match, exact_match, regex_match
 
 __all__ = [
     "MathVerify",
     "Overlong",
+    "PassesTests",
     "SampleError",
     "batched",
     "boxed",
