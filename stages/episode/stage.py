@@ -16,7 +16,7 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from pipeline import Graph, Model, Output, Stage, StageContext, Task, WorkerGroup
-from pipeline.declare.columns import Columns
+from pipeline.declare.columns import Columns, plain_values
 from pipeline.declare.parameters import at_least, broken, number
 from pipeline.errors import Problem, shown
 from stages.backends import Sampling, backend_problems, engine, model_problems
@@ -252,8 +252,9 @@ class Episode(Stage):
         from stages.episode.play import played_columns
 
         size = context.group_size
+        plain = {made.name: plain_values(columns[made.name]) for made in self.reads}
         rows = [
-            (task.groups[i // size], i % size, {made.name: _plain(columns[made.name], i) for made in self.reads})
+            (task.groups[i // size], i % size, {name: values[i] for name, values in plain.items()})
             for i in range(len(task.groups) * size)
         ]
         turns, plays = self._begun(backend, context, self.sampling(), rows, task.version)
@@ -308,11 +309,6 @@ async def _all(plays: Sequence[Play]) -> list[Played]:
         for one in running:
             one.cancel()
         await asyncio.gather(*running, return_exceptions=True)
-
-
-def _plain(column: Any, i: int) -> Any:
-    value = column[i]
-    return value.item() if hasattr(value, "item") and getattr(value, "ndim", 1) == 0 else value
 
 
 def _metrics(made: list[Played]) -> dict[str, float]:

@@ -113,7 +113,7 @@ class TurnSampler:
         stream = self._backend.stream(
             self._model,
             Ragged.of([turn.ids for turn in turns]),
-            replace(self._sampling, max_tokens=max(limits), limits=limits),
+            replace(self._sampling, limits=limits),
             Draws(self._seed, tuple(name.group for name in names), tuple(name.sample for name in names), places),
             group_size=1,
             version=self.version,
