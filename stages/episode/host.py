@@ -25,7 +25,7 @@ from pipeline.errors import message_of
 from stages.episode.environment import End, Environment, Messages
 from stages.episode.frames import HostAnswer, HostCall, Opening, framed, read_frame
 
-NOT_LOADED = -1  # the number of the answer if the environment cannot be loaded
+READY, NOT_LOADED = -1, -2  # the numbers of the first answer: the environment is loaded, or cannot be
 
 
 class Host:
@@ -117,6 +117,7 @@ def main() -> None:
         answer = HostAnswer(number=NOT_LOADED, error=(type(error).__name__, message_of(error)))
         connection.sendall(framed(answer))
         return
+    connection.sendall(framed(HostAnswer(number=READY)))
     Host(environment, connection).serve()
 
 

@@ -33,7 +33,7 @@ from pipeline import StageError
 from pipeline.errors import Problem
 from stages.episode.environment import Environment
 from stages.episode.frames import HEAD, HostAnswer, HostCall, Opening, framed
-from stages.episode.host import NOT_LOADED
+from stages.episode.host import NOT_LOADED, READY
 from stages.pickling import pickled
 
 START_S = 60.0  # for a process, and the environment's modules
@@ -70,6 +70,7 @@ class EnvironmentProcess:
         self._queue: deque[_Waiting] = deque()  # calls of methods that run one by one, while one of them runs
         self._runs_one = False
         self._writer: asyncio.StreamWriter | None = None
+        self._is_ready = False  # deadlines begin then
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-m", "stages.episode.host", str(theirs.fileno())]
         folders = [os.path.abspath(path or ".") for path in sys.path]
@@ -111,7 +112,7 @@ class EnvironmentProcess:
         if self.is_lost:
             self._lose()
             return
-        while self._writer is not None and self._queue:
+        while self._writer is not None and self._queue and self._is_ready:
             alone = self._processes.one_by_one
             if alone and self._runs_one:
                 return
@@ -120,6 +121,10 @@ class EnvironmentProcess:
             self._sent[waiting.call.number] = waiting
             waiting.timer = asyncio.get_running_loop().call_later(waiting.deadline_s, self._overdue, waiting)
             self._writer.write(framed(waiting.call))
+
+    def _check_start(self) -> None:
+        if not self._is_ready:
+            self.kill()
 
     def _overdue(self, waiting: _Waiting) -> None:
         text = f"it took longer than {waiting.deadline_s:g} s"
@@ -131,12 +136,13 @@ class EnvironmentProcess:
         ours.setblocking(False)
         reader, self._writer = await asyncio.open_connection(sock=ours)
         self._writer.write(self._opening)
-        self._send()
+        starting = asyncio.get_running_loop().call_later(START_S, self._check_start)
         with suppress(asyncio.IncompleteReadError, OSError):
             while True:
                 (size,) = HEAD.unpack(await reader.readexactly(HEAD.size))
                 self._take(msgspec.msgpack.decode(await reader.readexactly(size), type=HostAnswer))
         self.is_lost = True
+        starting.cancel()
         self._processes.forget(self)
         self._writer.close()
         self._lose()
@@ -144,6 +150,9 @@ class EnvironmentProcess:
     def _take(self, answer: HostAnswer) -> None:
         if answer.number == NOT_LOADED:
             self._processes.unusable = answer.error
+        if answer.number == READY:
+            self._is_ready = True
+            self._send()
         if (waiting := self._sent.pop(answer.number, None)) is None:
             return
         self._runs_one = False

@@ -261,7 +261,7 @@ def test_a_failure_that_does_not_come_again_changes_nothing(fault: str, method: 
         if not once:
             mark.touch()
         environment = Faulty(fault=fault, method=method, at=1, mark=str(mark), once=True)
-        found.append(worker.columns(episode(environment, deadlines=replace(FAST, open_s=3.0, turn_s=2.0))))
+        found.append(worker.columns(episode(environment, deadlines=replace(FAST, open_s=4.0, turn_s=4.0))))
         worker.close()
         mark.unlink()
     assert same(*found) and set(found[0]["end"]) == {"answered"}
@@ -275,7 +275,7 @@ def test_a_failure_that_comes_again_at_its_turn_is_the_policys(
     worker: Worker, fault: str, end: str, tmp_path: Path
 ) -> None:
     environment = Faulty(fault=fault, at=1, mark=str(tmp_path / "mark"), of="ab")
-    made = worker.columns(episode(environment, deadlines=replace(FAST, turn_s=2.0), environments=4))
+    made = worker.columns(episode(environment, deadlines=replace(FAST, turn_s=4.0), environments=4))
     assert made["end"] == ["answered"] * 4 + [end] * 2 + ["answered"] * 2
     assert all(len(made["turn_ends"][i]) == 2 for i in (4, 5)), "what the policy wrote until then is kept"
 
@@ -285,7 +285,7 @@ def test_a_failure_that_comes_again_at_its_turn_is_the_policys(
 )
 def test_what_cannot_be_opened_is_lost(worker: Worker, fault: str, end: str, tmp_path: Path) -> None:
     environment = Faulty(method="open", fault=fault, mark=str(tmp_path / "mark"), of="ab")
-    made = worker.columns(episode(environment, deadlines=replace(FAST, open_s=3.0), environments=4))
+    made = worker.columns(episode(environment, deadlines=replace(FAST, open_s=4.0), environments=4))
     assert [made["end"][i] for i in (4, 5)] == [end] * 2 and made["end"].count("answered") >= 4
 
 
