@@ -1,4 +1,4 @@
-"""GRPO on episodes: a tiny model learns to call a calculator. Two CPU cores, about two minutes, no download.
+"""GRPO on episodes: a tiny model learns to call a calculator. Two CPU cores, some minutes, no download.
 
 python -m pipeline.run graphs/tool.py
 
@@ -48,7 +48,7 @@ class Calculator(Environment):
 
 
 def graph(
-    steps: int = 60,
+    steps: int = 100,
     max_staleness: int = 0,
     seed: int = 0,
     turns: int = 2,

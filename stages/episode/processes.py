@@ -37,6 +37,7 @@ from stages.episode.host import NOT_LOADED, READY
 from stages.pickling import pickled
 
 START_S = 60.0  # for a process, and the environment's modules
+CLOSE_S = 5.0  # until what a killed process leaves is closed
 T = TypeVar("T")
 
 
@@ -81,7 +82,7 @@ class EnvironmentProcess:
             )  # fmt: skip
         theirs.close()
         self._opening = framed(Opening(processes.pickled, folders))
-        self._serving = processes.run(self._serve(ours))
+        self.serving = processes.run(self._serve(ours))
 
     async def ask(self, method: str, episode: int, deadline_s: float, **given: Any) -> HostAnswer:
         """Call a method of the environment. Raises EnvironmentFailedError if it raises, takes longer than `deadline_s`
@@ -141,7 +142,7 @@ class EnvironmentProcess:
             while True:
                 (size,) = HEAD.unpack(await reader.readexactly(HEAD.size))
                 self._take(msgspec.msgpack.decode(await reader.readexactly(size), type=HostAnswer))
-        self.is_lost = True
+        self.kill()
         starting.cancel()
         self._processes.forget(self)
         self._writer.close()
@@ -192,9 +193,11 @@ class Processes:
         self.unusable: tuple[str, str] | None = None
         self._made, self._episodes = itertools.count(), itertools.count()
         self._places: list[EnvironmentProcess] = []
+        self._all: set[EnvironmentProcess] = set()  # that live, those of one episode too
         self._lock = threading.Lock()
         self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, daemon=True, name="environments").start()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True, name="environments")
+        self._thread.start()
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> Any:
         """Run a coroutine in the loop of these processes. Returns its concurrent future."""
@@ -241,15 +244,23 @@ class Processes:
         """A process has died."""
         with self._lock:
             self._places = [other for other in self._places if other is not place]
+            self._all.discard(place)
 
     def close(self) -> None:
         """End all processes."""
-        for place in list(self._places):
+        for place in list(self._all):
             place.kill()
+            with suppress(TimeoutError):
+                place.serving.result(CLOSE_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(CLOSE_S)
+        if not self._thread.is_alive():
+            self._loop.close()
 
     def _start(self) -> EnvironmentProcess:
-        return EnvironmentProcess(self, f"{self._name}-{next(self._made)}")
+        made = EnvironmentProcess(self, f"{self._name}-{next(self._made)}")
+        self._all.add(made)
+        return made
 
 
 def _not_loaded(kind: str, text: str) -> Problem:

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline import DataPlaneError
-from pipeline.data_plane.batcher import Batcher, Call
+from pipeline.data_plane.batcher import Batcher, PlaneCall
 from pipeline.data_plane.exchange import JOINED_BYTES, Exchange, GoneError, Read, Remove, Write, together, waves
 from pipeline.data_plane.rows import Block
 
@@ -119,7 +119,7 @@ class Store:
 
         self.on_loop(go)
 
-    def together(self, batcher: Batcher, calls: Sequence[Call], first: Call) -> None:
+    def together(self, batcher: Batcher, calls: Sequence[PlaneCall], first: PlaneCall) -> None:
         """Submit `first` to an idle batcher, submit `calls` while it is in flight, and wait for all."""
         self.rested(batcher)
         self.hold()
