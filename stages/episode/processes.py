@@ -65,7 +65,7 @@ class EnvironmentProcess:
     def __init__(self, processes: Processes, name: str) -> None:
         self._processes, self._name = processes, name
         self.episodes: set[int] = set()
-        self.is_lost = False
+        self.is_lost = self._is_killed = False
         self._numbers = itertools.count()
         self._sent: dict[int, _Waiting] = {}
         self._queue: deque[_Waiting] = deque()  # calls of methods that run one by one, while one of them runs
@@ -99,9 +99,11 @@ class EnvironmentProcess:
 
     def kill(self) -> None:
         """End the process, with all that it started in its session."""
-        self.is_lost = True
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        self.is_lost, lost = True, self._is_killed
+        self._is_killed = True
+        if not lost:  # later the number may be that of others
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
     def _add(self, waiting: _Waiting) -> None:
