@@ -27,13 +27,12 @@ from pipeline.declare.columns import Columns, plain_values
 from pipeline.declare.stage import Gate
 from pipeline.errors import CALLED, Problem, is_users, message_of, shown
 from stages.scoring import fields_of, name_of, parameters_of, short, where_of
-from stages.vocabulary import END, KEPT, REWARD, field_named
+from stages.vocabulary import END, KEPT, LOST, REWARD, field_named
 
 if TYPE_CHECKING:
     from pipeline import Graph, WorkerGroup
 
 RULES = ("zero_spread", "complete")
-LOST = "lost:"  # how the `end` of an episode begins that the machines failed
 Rule = Callable[..., bool]
 
 _EXAMPLE = "def learnable(reward: list[float]) -> bool: return 0 < sum(reward) < len(reward)"

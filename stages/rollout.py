@@ -9,7 +9,7 @@ same worker can run other rollouts, rewards and a refit, and cancelled groups le
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any
@@ -49,6 +49,7 @@ from stages.vocabulary import (
 
 if TYPE_CHECKING:
     from stages.backends import Engine
+    from stages.episode.stage import Episode
 
 
 SAMPLING_RULES = (
@@ -127,19 +128,14 @@ class Rollout(Stage):
 
     def check(self, graph: Graph) -> Iterable[Problem]:
         """Check the backend, the model and the sampling parameters."""
-        yield from backend_problems(self.on, self, "sample")
-        yield from model_problems(self.model)
-        yield from alphabet_problems(getattr(graph.source, "source", None), self.model, str(self.model.location))
-        yield from broken(_RULES, self, where=str(self.location), says=f"stage {self.name!r} has {{}}")
+        yield from sampling_problems(self, graph, _RULES)
         yield from length_problems(self.model, self.max_tokens, str(self.location), f"stage {self.name!r}")
         yield from images.unseen_problems(self.model, graph)
 
     def setup(self, context: StageContext) -> Callable[[Columns, Task], AsyncGenerator[Output, None]]:
         """Open the backend and its served copy of the model, while other workers set up. On GPUs that groups share, the
         first task does that, in the group's turn."""
-        backend = engine(context)
-        if not context.in_turns:
-            backend.load(self.model)
+        backend = opened_sampler(self.model, context)
 
         async def run(columns: Columns, task: Task) -> AsyncGenerator[Output, None]:
             step = self.decode_batch or len(task.groups)
@@ -184,7 +180,7 @@ class Rollout(Stage):
         stream = backend.stream(
             self.model,
             prompt_ids,
-            self._sampling(),
+            sampling_of(self, self.max_tokens),
             Draws(context.seed, tuple(task.groups[i // size] for i in index), tuple(i % size for i in index)),
             group_size=size,
             version=task.version,
@@ -215,17 +211,6 @@ class Rollout(Stage):
                 )
             )
 
-    def _sampling(self) -> Sampling:
-        return Sampling(
-            max_tokens=self.max_tokens,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            stop=tuple(self.stop),
-            min_p=self.min_p,
-            routes=replays(self.model),
-        )
-
     def _output(self, backend: Engine, prompt_ids: Column, made: Generation, index: list[int]) -> Output:
         lengths = made.response_ids.lengths
         return Output(
@@ -245,6 +230,36 @@ class Rollout(Stage):
             },
             index=index,
         )
+
+
+def sampling_problems(stage: Rollout | Episode, graph: Graph, rules: Sequence[Rule]) -> Iterator[Problem]:
+    """What is wrong with the backend, the model and the parameters of a stage that samples."""
+    yield from backend_problems(stage.on, stage, "sample")
+    yield from model_problems(stage.model)
+    yield from alphabet_problems(getattr(graph.source, "source", None), stage.model, str(stage.model.location))
+    yield from broken(rules, stage, where=str(stage.location), says=f"stage {stage.name!r} has {{}}")
+
+
+def opened_sampler(model: Model, context: StageContext) -> Engine:
+    """Open the worker's backend with its served copy of the model; on GPUs that groups share, the first task loads it,
+    in the group's turn."""
+    backend = engine(context)
+    if not context.in_turns:
+        backend.load(model)
+    return backend
+
+
+def sampling_of(stage: Rollout | Episode, max_tokens: int) -> Sampling:
+    """How a stage samples responses of at most that many tokens."""
+    return Sampling(
+        max_tokens=max_tokens,
+        temperature=stage.temperature,
+        top_p=stage.top_p,
+        top_k=stage.top_k,
+        stop=tuple(stage.stop),
+        min_p=stage.min_p,
+        routes=replays(stage.model),
+    )
 
 
 def _stored(routes: Ragged | None, field: Field) -> Ragged:

@@ -49,7 +49,11 @@ class PassesTests:
 
     def __call__(self, response: list[str], tests: list[str]) -> list[float]:
         """Run the programs in a sandbox that lives only for this call, to try it out. A stage uses `open`."""
-        return self.open()(response, tests)
+        opened = self.open()
+        try:
+            return opened(response, tests)
+        finally:
+            opened.close()
 
     def open(self) -> _Opened:
         """Make the sandbox. Raises SandboxError where the machine allows none."""

@@ -19,7 +19,6 @@ import selectors
 import signal
 import subprocess
 import sys
-import sysconfig
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -175,11 +174,4 @@ def _threads(user: int) -> int:
 
 
 def _path() -> str:
-    folders = (
-        os.path.join(sys.base_prefix, "bin"),
-        sysconfig.get_path("scripts"),
-        "/usr/local/bin",
-        "/usr/bin",
-        "/bin",
-    )
-    return os.pathsep.join(dict.fromkeys(filter(None, (folders[0], *folders[2:]))))
+    return os.pathsep.join([os.path.join(sys.base_prefix, "bin"), "/usr/local/bin", "/usr/bin", "/bin"])

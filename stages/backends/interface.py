@@ -52,6 +52,10 @@ class Sampling:
         """The most tokens of a sample, by its position."""
         return self.limits[sample] if self.limits else self.max_tokens
 
+    def longest(self, prompts: Sequence[int]) -> tuple[int, int]:
+        """The tokens of the prompt, and the limit, of the sample that may become longest."""
+        return max(((length, self.limit(sample)) for sample, length in enumerate(prompts)), key=sum)
+
 
 @dataclass(frozen=True)
 class Draws:

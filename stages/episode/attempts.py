@@ -13,14 +13,14 @@ from typing import Any
 
 from stages.episode.environment import Deadlines, End, Messages, Reply, Said
 from stages.episode.processes import EnvironmentFailedError, EnvironmentProcess, Processes
+from stages.vocabulary import LOST
 
 
 class EpisodeLostError(Exception):
     """An episode that machines have failed: the method, and the kind of its last failure."""
 
     def __init__(self, failed: EnvironmentFailedError) -> None:
-        super().__init__(f"lost:{failed.method}:{failed.kind}")
-        self.failed = failed
+        super().__init__(f"{LOST}{failed.method}:{failed.kind}")
 
     @property
     def end(self) -> str:

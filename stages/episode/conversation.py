@@ -50,10 +50,12 @@ class Conversations:
     def reply(self, so_far: Conversation, ids: torch.Tensor, *, truncated: bool) -> Reply:
         """Add what the policy wrote, with its closing token."""
         (text,) = self._backend.decode(self._model, Ragged(ids, (len(ids),)))
-        body = ids if truncated else self._without_end(ids)
-        content = self._backend.written(self._model, body) if self._chat else text
-        so_far.messages.append({"role": "assistant", "content": content})
-        return Reply(text, calls_in(text) if self._chat else (), truncated)
+        if not self._chat:
+            so_far.messages.append({"role": "assistant", "content": text})
+            return Reply(text, truncated=truncated)
+        written = self._backend.written(self._model, ids if truncated else self._without_end(ids))
+        so_far.messages.append({"role": "assistant", "content": written})
+        return Reply(text, calls_in(text), truncated)
 
     def _without_end(self, ids: torch.Tensor) -> torch.Tensor:
         """The tokens without the special one that closes them, which templates write themselves."""

@@ -20,8 +20,9 @@ Test it with a list of replies:
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from random import Random
 from typing import Any, ClassVar, TypeAlias
 
@@ -115,16 +116,6 @@ class Environment:
         """Release what the state holds. Called once per state, also if a turn raised; not if the process died."""
 
 
-@dataclass(frozen=True)
-class OneTurn(Environment):
-    """Ends each episode with its first reply, as Rollout does."""
-
-    name: str = field(default="prompt", repr=False)  # of the field that the policy sees
-
-    def open(self, row: Mapping[str, Any], draw: Random) -> tuple[Any, Said]:
-        """The prompt."""
-        return None, row["prompt"]
-
-    def turn(self, state: Any, reply: Reply) -> Messages | End:
-        """The end."""
-        return End()
+def has_coroutines(environment: Environment) -> bool:
+    """Return whether one of its methods is a coroutine, so that several calls may run at the same time."""
+    return any(inspect.iscoroutinefunction(getattr(environment, method)) for method in ("open", "turn", "close"))

@@ -7,16 +7,13 @@ from __future__ import annotations
 
 import socket
 import struct
-from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
-from stages.episode.environment import Call, End, Messages, Reply, Said
+from stages.episode.environment import End, Messages, Reply, Said
 
 HEAD = struct.Struct("<I")
-MOST_BYTES = 1 << 30
-Operation = str  # "open", "turn" or "close"
 
 
 class Opening(msgspec.Struct, frozen=True):
@@ -74,8 +71,3 @@ def _exactly(connection: socket.socket, count: int) -> bytes | None:
         parts.append(part)
         count -= len(part)
     return b"".join(parts)
-
-
-def calls_of(pairs: Sequence[tuple[str, Any]]) -> tuple[Call, ...]:
-    """Return calls from names and decoded arguments."""
-    return tuple(Call(name, arguments if isinstance(arguments, dict) else None) for name, arguments in pairs)

@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 
 from pipeline.errors import message_of
-from stages.episode.environment import End, Environment, Messages
+from stages.episode.environment import End, Environment, Messages, has_coroutines
 from stages.episode.frames import HostAnswer, HostCall, Opening, framed, read_frame
 
 READY, NOT_LOADED = -1, -2  # the numbers of the first answer: the environment is loaded, or cannot be
@@ -34,8 +34,7 @@ class Host:
     def __init__(self, environment: Environment, connection: socket.socket) -> None:
         self._environment, self._connection = environment, connection
         self._loop = asyncio.new_event_loop()
-        methods = [getattr(environment, name) for name in ("open", "turn", "close")]
-        self._apart = ThreadPoolExecutor(1) if any(map(inspect.iscoroutinefunction, methods)) else None
+        self._apart = ThreadPoolExecutor(1) if has_coroutines(environment) else None
         self._states: dict[int, Any] = {}
         self._running: set[asyncio.Task[None]] = set()
 

@@ -11,7 +11,6 @@ An event loop in a thread of its own talks to them, so a deadline counts the env
 from __future__ import annotations
 
 import asyncio
-import inspect
 import itertools
 import os
 import signal
@@ -31,7 +30,7 @@ import msgspec
 
 from pipeline import StageError
 from pipeline.errors import Problem
-from stages.episode.environment import Environment
+from stages.episode.environment import Environment, has_coroutines
 from stages.episode.frames import HEAD, HostAnswer, HostCall, Opening, framed
 from stages.episode.host import NOT_LOADED, READY
 from stages.pickling import pickled
@@ -63,9 +62,9 @@ class EnvironmentProcess:
     """One process of environments, and the episodes in it. Its callbacks run in the loop of `processes`."""
 
     def __init__(self, processes: Processes, name: str) -> None:
-        self._processes, self._name = processes, name
+        self._processes = processes
         self.episodes: set[int] = set()
-        self.is_lost = self._is_killed = False
+        self.is_lost = False  # killed, or found dead
         self._numbers = itertools.count()
         self._sent: dict[int, _Waiting] = {}
         self._queue: deque[_Waiting] = deque()  # calls of methods that run one by one, while one of them runs
@@ -99,8 +98,7 @@ class EnvironmentProcess:
 
     def kill(self) -> None:
         """End the process, with all that it started in its session."""
-        self.is_lost, lost = True, self._is_killed
-        self._is_killed = True
+        lost, self.is_lost = self.is_lost, True
         if not lost:  # later the number may be that of others
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -190,8 +188,7 @@ class Processes:
         self.pickled = pickled(environment)
         self._count, self._log, self._name = count, log, name
         self.closes = type(environment).close is not Environment.close  # more than to forget the state
-        methods = (getattr(environment, method) for method in ("open", "turn", "close"))
-        self.one_by_one = not any(map(inspect.iscoroutinefunction, methods))  # a process then runs one call at a time
+        self.one_by_one = not has_coroutines(environment)  # a process then runs one call at a time
         self.unusable: tuple[str, str] | None = None
         self._made, self._episodes = itertools.count(), itertools.count()
         self._places: list[EnvironmentProcess] = []
@@ -244,9 +241,7 @@ class Processes:
 
     def forget(self, place: EnvironmentProcess) -> None:
         """A process has died."""
-        with self._lock:
-            self._places = [other for other in self._places if other is not place]
-            self._all.discard(place)
+        self._all.discard(place)
 
     def close(self) -> None:
         """End all processes."""

@@ -19,11 +19,10 @@ from pipeline import Graph, Model, Output, Stage, StageContext, Task, WorkerGrou
 from pipeline.declare.columns import Columns, plain_values
 from pipeline.declare.parameters import at_least, broken, number
 from pipeline.errors import Problem, shown
-from stages.backends import Sampling, backend_problems, engine, model_problems
+from stages.backends import Sampling, engine
 from stages.episode.environment import Deadlines, Environment
 from stages.model_shape import length_problems
-from stages.rollout import SAMPLING_RULES, check_event
-from stages.tasks import alphabet_problems
+from stages.rollout import SAMPLING_RULES, check_event, opened_sampler, sampling_of, sampling_problems
 from stages.vocabulary import (
     CONVERSATION,
     END,
@@ -46,6 +45,7 @@ if TYPE_CHECKING:
 LOOK_S = 0.1  # between two looks for cancelled groups
 ENDS = ("answered", "turns", "tokens", "deadline", "failed", "lost")  # that have a metric
 _RULES = (
+    *SAMPLING_RULES,
     at_least("turns", 1, why="turns must be a whole number, 1 or more", fix=8),
     at_least("tokens", 1, most=2**31, why="tokens must be a whole number from 1 to 2**31", fix=4096),
     at_least("turn_tokens", 1, most=2**31, why="turn_tokens must be a whole number from 1 to 2**31", fix=512),
@@ -127,10 +127,7 @@ class Episode(Stage):
     def check(self, graph: Graph) -> Iterable[Problem]:
         """Check the backend, the model, the environment and the parameters."""
         where, says = str(self.location), f"stage {self.name!r}"
-        yield from backend_problems(self.on, self, "sample")
-        yield from model_problems(self.model)
-        yield from alphabet_problems(getattr(graph.source, "source", None), self.model, str(self.model.location))
-        yield from broken((*SAMPLING_RULES, *_RULES), self, where=where, says=f"{says} has {{}}")
+        yield from sampling_problems(self, graph, _RULES)
         if isinstance(self.deadlines, Deadlines):
             yield from broken(_DEADLINES, self.deadlines, where=where, says=f"{says} has deadlines with {{}}")
         else:
@@ -175,9 +172,7 @@ class Episode(Stage):
 
     def setup(self, context: StageContext) -> Callable[[Columns, Task], AsyncGenerator[Output, None]]:
         """Open the backend and its served copy of the model, as Rollout does. Processes start with the first task."""
-        backend = engine(context)
-        if not context.in_turns:
-            backend.load(self.model)
+        backend = opened_sampler(self.model, context)
 
         async def run(columns: Columns, task: Task) -> AsyncGenerator[Output, None]:
             async with aclosing(self._run(backend, columns, task, context)) as outputs:
@@ -190,23 +185,14 @@ class Episode(Stage):
         """The bytes of each token of the model's tokenizer, by id."""
         return engine(context).pieces(self.model)
 
-    def sampling(self) -> Sampling:
-        """How a turn is sampled."""
-        return Sampling(
-            max_tokens=self.turn_tokens,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            stop=tuple(self.stop),
-            min_p=self.min_p,
-        )
-
     def played(self, backend: Any, context: StageContext, rows: Sequence[Mapping[str, Any]]) -> list[Played]:
         """Play an episode for each row, with the most probable tokens."""
 
         async def run() -> list[Played]:
             given = [(i, 0, row) for i, row in enumerate(rows)]
-            turns, plays = self._begun(backend, context, replace(self.sampling(), greedy=True), given, 0)
+            turns, plays = self._begun(
+                backend, context, replace(sampling_of(self, self.turn_tokens), greedy=True), given, 0
+            )
             try:
                 return await _all(plays)
             finally:
@@ -257,7 +243,7 @@ class Episode(Stage):
             (task.groups[i // size], i % size, {name: values[i] for name, values in plain.items()})
             for i in range(len(task.groups) * size)
         ]
-        turns, plays = self._begun(backend, context, self.sampling(), rows, task.version)
+        turns, plays = self._begun(backend, context, sampling_of(self, self.turn_tokens), rows, task.version)
         groups = {
             position: asyncio.ensure_future(_all(plays[position * size : (position + 1) * size]))
             for position in range(len(task.groups))

@@ -20,12 +20,11 @@ from stages import Episode, Rollout
 from stages.backends import Cancelled, Decoded, Draws, Generation, Sampling
 from stages.backends.torch.engine import TorchEngine
 from stages.backends.vllm.limits import problems
-from stages.episode.environment import OneTurn
 from tests.engines import vllm_models as tiny
 from tests.optional import need
 from tests.shares import shares_of
 from tests.sockets import files, listening
-from tests.unit.environments import Echo
+from tests.unit.environments import Echo, OneTurn
 from tests.unit.test_torch_generate import continued
 
 need("vllm", "vllm")

@@ -16,6 +16,17 @@ from stages import End, Environment, Messages, Reply
 
 
 @dataclass(frozen=True)
+class OneTurn(Environment):
+    """Ends each episode with its first reply, as Rollout does."""
+
+    def open(self, row: Mapping[str, Any], draw: Random) -> tuple[Any, str]:
+        return None, row["prompt"]
+
+    def turn(self, state: Any, reply: Reply) -> Messages | End:
+        return End()
+
+
+@dataclass(frozen=True)
 class Echo(Environment):
     """Repeats the first two characters of a reply, or says "1" after an empty one; ends after `turns` of them."""
 

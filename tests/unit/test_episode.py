@@ -38,11 +38,10 @@ from stages import (
     Rollout,
     Train,
 )
-from stages.episode.environment import OneTurn
 from stages.episode.processes import Processes
 from tests.doors import REPOSITORY
 from tests.unit import tiny_graph
-from tests.unit.environments import Chatty, Echo, Faulty, Lying, Sleeping
+from tests.unit.environments import Chatty, Echo, Faulty, Lying, OneTurn, Sleeping
 from tests.unit.tiny import QWEN3
 
 torch.set_num_threads(1)

@@ -294,7 +294,7 @@ def _pad(tokenizer: PreTrainedTokenizerBase) -> int:
 def _check_length(model: Model, network: PreTrainedModel, prompt_ids: Ragged, sampling: Sampling) -> None:
     """Raise StageError if a response may become longer than the model allows."""
     most = positions(network.config.to_dict())
-    longest, limit = max(((length, sampling.limit(n)) for n, length in enumerate(prompt_ids.lengths)), key=sum)
+    longest, limit = sampling.longest(prompt_ids.lengths)
     if most is not None and longest + limit > most:
         raise StageError(
             Problem(

@@ -206,7 +206,7 @@ class VllmEngine(Tokenizers):
         from stages.backends.vllm.requests import Request
 
         served = self._of(model)
-        longest, limit = max(((length, sampling.limit(n)) for n, length in enumerate(prompt_ids.lengths)), key=sum)
+        longest, limit = sampling.longest(prompt_ids.lengths)
         if longest + limit > served.longest:
             raise StageError(self._too_long(longest, limit, served.longest))
         made, pictures = [], self.pictures(model, images)
