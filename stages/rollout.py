@@ -49,7 +49,7 @@ from stages.vocabulary import (
 
 if TYPE_CHECKING:
     from stages.backends import Engine
-    from stages.episode.stage import Episode
+    from stages.episode.turn_stage import TurnStage
 
 
 SAMPLING_RULES = (
@@ -58,11 +58,11 @@ SAMPLING_RULES = (
     at_least("top_k", 0, why="top_k must be a whole number, 0 (off) or more"),
     number("min_p", lambda value: 0 <= value < 1, why="min_p must be a number from 0 (off) to below 1", fix=0.0),
     Rule("stop", lambda value: _are_texts(value), "stop must be a tuple of strings", lambda value: _as_stop(value)),
-    truth("chat", fix=False),
 )
 _RULES = (
     at_least("max_tokens", 1, most=2**31, why="max_tokens must be a whole number from 1 to 2**31", fix=512),
     *SAMPLING_RULES,
+    truth("chat", fix=False),
     at_least("decode_batch", 0, why="decode_batch must be a whole number of groups, or 0 for all of the task"),
 )
 
@@ -232,7 +232,7 @@ class Rollout(Stage):
         )
 
 
-def sampling_problems(stage: Rollout | Episode, graph: Graph, rules: Sequence[Rule]) -> Iterator[Problem]:
+def sampling_problems(stage: Rollout | TurnStage, graph: Graph, rules: Sequence[Rule]) -> Iterator[Problem]:
     """What is wrong with the backend, the model and the parameters of a stage that samples."""
     yield from backend_problems(stage.on, stage, "sample")
     yield from model_problems(stage.model)
@@ -249,7 +249,7 @@ def opened_sampler(model: Model, context: StageContext) -> Engine:
     return backend
 
 
-def sampling_of(stage: Rollout | Episode, max_tokens: int) -> Sampling:
+def sampling_of(stage: Rollout | TurnStage, max_tokens: int) -> Sampling:
     """How a stage samples responses of at most that many tokens."""
     return Sampling(
         max_tokens=max_tokens,

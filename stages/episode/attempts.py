@@ -7,12 +7,13 @@ fails otherwise, more than `retries` times, is lost.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, Protocol
 
 from stages.episode.environment import Deadlines, End, Messages, Reply, Said
-from stages.episode.processes import EnvironmentFailedError, EnvironmentProcess, Processes
+from stages.episode.frames import HostAnswer
+from stages.episode.processes import EnvironmentFailedError
 from stages.vocabulary import LOST
 
 
@@ -28,23 +29,57 @@ class EpisodeLostError(Exception):
         return str(self)
 
 
+class EnvironmentPlace(Protocol):
+    """Where an environment of an episode is, such as `stages.episode.processes.EnvironmentProcess`."""
+
+    episodes: set[int]
+
+    async def ask(self, method: str, episode: int, deadline_s: float, **given: Any) -> HostAnswer:
+        """Call "open" with a row and a seed, "turn" with a reply, or "close". Raises EnvironmentFailedError."""
+
+    def start(self, method: str, episode: int, deadline_s: float, **given: Any) -> Any:
+        """Call it without waiting for its answer."""
+
+    def kill(self) -> None:
+        """End it at once."""
+
+
+class Places(Protocol):
+    """Where environments can be, such as `stages.episode.processes.Processes`. `closes` says whether the end of one is
+    waited for."""
+
+    closes: bool
+
+    def number(self) -> int:
+        """A number for the next episode."""
+
+    def place(self) -> EnvironmentPlace:
+        """A place for an episode."""
+
+    def fresh(self) -> EnvironmentPlace:
+        """A place for one episode alone, whose owner kills it."""
+
+
 class Attempts:
-    """An episode in environments, one after the other."""
+    """An episode in environments, one after the other. `tools` are those that only this episode has, as schemas; `most`
+    is the most tokens that its environment wants of the next turn, 0 if it does not say."""
 
     def __init__(
         self,
-        processes: Processes,
+        places: Places,
         row: Mapping[str, Any],
         seed: tuple[int, ...],
         deadlines: Deadlines,
         retries: int,
     ) -> None:
-        self._processes, self._number, self._row, self._seed = processes, processes.number(), dict(row), seed
+        self._places, self._number, self._row, self._seed = places, places.number(), dict(row), seed
         self._deadlines, self._left = deadlines, retries
-        self._place: EnvironmentProcess | None = None
+        self._place: EnvironmentPlace | None = None
         self._own = False  # whether the process is this episode's alone
         self._turns: list[tuple[Reply, Messages]] = []  # that were answered
         self._first: Said = ""
+        self.tools: Sequence[dict[str, Any]] = ()
+        self.most = 0
         self.retried = 0
 
     async def open(self) -> Said:
@@ -84,7 +119,7 @@ class Attempts:
         place, self._place = self._place, None
         if place is None:
             return
-        if self._processes.closes:
+        if self._places.closes:
             with suppress(EnvironmentFailedError):
                 await place.ask("close", self._number, self._deadlines.close_s)
             place.episodes.discard(self._number)
@@ -101,11 +136,12 @@ class Attempts:
 
     async def _opened(self) -> Said:
         self._own = self.retried > 0
-        self._place = self._processes.fresh() if self._own else self._processes.place()
+        self._place = self._places.fresh() if self._own else self._places.place()
         self._place.episodes.add(self._number)
         asked = {"row": self._row, "seed": self._seed}
         answer = await self._place.ask("open", self._number, self._deadlines.open_s, **asked)
         assert answer.said is not None
+        self.tools, self.most = answer.tools, answer.most
         return answer.said
 
     async def _replayed(self) -> None:
@@ -119,6 +155,7 @@ class Attempts:
     async def _asked_turn(self, reply: Reply) -> Messages | End:
         assert self._place is not None
         answer = await self._place.ask("turn", self._number, self._deadlines.turn_s, reply=reply)
+        self.most = answer.most
         return answer.returned
 
     def _again(self, error: EnvironmentFailedError) -> None:
@@ -131,7 +168,7 @@ class Attempts:
         self._left -= 1
         self.retried += 1
 
-    def _leave(self, place: EnvironmentProcess) -> None:
+    def _leave(self, place: EnvironmentPlace) -> None:
         """Close the environment without waiting for it."""
         place.episodes.discard(self._number)
         if self._own:

@@ -26,10 +26,11 @@ _CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 
 @dataclass
 class Conversation:
-    """What was said so far: as messages, and, of a chat, as the template's text."""
+    """What was said so far: as messages, and, of a chat, as the template's text; and the tools that it may call."""
 
     messages: list[Mapping[str, Any]] = field(default_factory=list)
     text: str = ""
+    tools: Sequence[Mapping[str, Any]] = ()
 
 
 class Conversations:
@@ -39,23 +40,23 @@ class Conversations:
         self._backend, self._model, self._chat = backend, model, chat
         self._tools = [tool.schema for tool in tools]
 
-    def begin(self, said: Said) -> tuple[Conversation, torch.Tensor]:
-        """Begin a conversation. Returns the tokens of the prompt."""
-        made = Conversation(self._as_messages(said))
+    def begin(self, said: Said, tools: Sequence[Mapping[str, Any]] = ()) -> tuple[Conversation, torch.Tensor]:
+        """Begin a conversation, with tools besides those of all. Returns the tokens of the prompt."""
+        made = Conversation(self._as_messages(said), tools=[*self._tools, *tools])
         if not self._chat:
             return made, self._backend.encode(self._model, [said]).values
-        made.text = self._backend.rendered(self._model, made.messages, self._tools)
+        made.text = self._backend.rendered(self._model, made.messages, made.tools)
         return made, self._backend.tokens(self._model, made.text)
 
-    def reply(self, so_far: Conversation, ids: torch.Tensor, *, truncated: bool) -> Reply:
-        """Add what the policy wrote, with its closing token."""
+    def reply(self, so_far: Conversation, ids: torch.Tensor, *, truncated: bool, seen: int = 0) -> Reply:
+        """Add what the policy wrote, with its closing token, after it has `seen` that many tokens."""
         (text,) = self._backend.decode(self._model, Ragged(ids, (len(ids),)))
         if not self._chat:
             so_far.messages.append({"role": "assistant", "content": text})
-            return Reply(text, truncated=truncated)
+            return Reply(text, (), truncated, seen, len(ids))
         written = self._backend.written(self._model, ids if truncated else self._without_end(ids))
         so_far.messages.append({"role": "assistant", "content": written})
-        return Reply(text, calls_in(text), truncated)
+        return Reply(text, calls_in(text), truncated, seen, len(ids))
 
     def _without_end(self, ids: torch.Tensor) -> torch.Tensor:
         """The tokens without the special one that closes them, which templates write themselves."""
@@ -67,7 +68,7 @@ class Conversations:
         so_far.messages += self._as_messages(said)
         if not self._chat:
             return self._backend.encode(self._model, [said]).values
-        whole = self._backend.rendered(self._model, so_far.messages, self._tools)
+        whole = self._backend.rendered(self._model, so_far.messages, so_far.tools)
         before = so_far.text + self._backend.written(self._model, ids)
         if not whole.startswith(before):
             raise StageError(self._changed(before, whole))

@@ -58,11 +58,14 @@ class Call:
 @dataclass(frozen=True)
 class Reply:
     """What the policy wrote in a turn: the text without special tokens, and the calls of tools in it. `truncated`: it
-    has reached the limit of a turn, or of the episode, without its closing token."""
+    has reached the limit of a turn, or of the episode, without its closing token. `seen` and `drawn` are the tokens
+    that the policy saw and wrote."""
 
     text: str
     calls: tuple[Call, ...] = ()
     truncated: bool = False
+    seen: int = 0
+    drawn: int = 0
 
 
 @dataclass(frozen=True)

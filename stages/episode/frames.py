@@ -35,11 +35,14 @@ class HostCall(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HostAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """What the method returned: what is said next (`said`), or the `end`; or the `error` that it raised, the name of
-    its class and its text."""
+    """What the method returned: what is said next (`said`), with the most tokens of the next turn (0: no limit) and,
+    of `open`, the tools of this episode; or the `end`; or the `error` that it raised, the name of its class and its
+    text."""
 
     number: int
     said: Said | None = None
+    tools: list[dict[str, Any]] = []
+    most: int = 0
     end: str = ""
     reward: float = 0.0
     error: tuple[str, str] | None = None

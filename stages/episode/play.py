@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -30,8 +31,9 @@ from stages.vocabulary import (
 )
 
 if TYPE_CHECKING:
-    from stages.episode.processes import Processes
-    from stages.episode.stage import Episode
+    from stages.episode.attempts import Places
+    from stages.episode.doors import Doors
+    from stages.episode.turn_stage import TurnStage
 
 INSERTED = -1  # the version of a token that the policy did not draw
 CUT = ("turns", "tokens", "deadline")  # ends of episodes that were not over
@@ -65,17 +67,18 @@ class Play:
 
     def __init__(
         self,
-        stage: Episode,
+        stage: TurnStage,
         name: EpisodeName,
         row: Mapping[str, Any],
         turns: TurnSampler,
+        doors: Doors,
         conversations: Conversations,
-        processes: Processes,
+        places: Places,
         seed: int,
     ) -> None:
-        self.name, self._stage, self._turns, self._conversations = name, stage, turns, conversations
+        self.name, self._stage, self._turns, self._doors, self._conversations = name, stage, turns, doors, conversations
         seeds = (seed, name.group, name.sample)
-        self._attempts = Attempts(processes, row, seeds, stage.deadlines, stage.retries)
+        self._attempts = Attempts(places, row, seeds, stage.deadlines, stage.retries)
         self._so_far = Conversation()
         self._prompt = NOTHING
         self._parts: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []  # ids, logprobs, versions
@@ -88,6 +91,7 @@ class Play:
     async def run(self) -> Played:
         """Play to the end."""
         try:
+            await self._doors.enter(self.name)
             async with asyncio.timeout(self._stage.deadlines.episode_s):
                 end = await self._played()
         except TimeoutError:
@@ -98,19 +102,20 @@ class Play:
             self._attempts.give_up()
             raise
         finally:
-            self._turns.leave(self.name)
+            self._doors.leave(self.name)
         await self._attempts.close()
         return self._made(end)
 
     async def _played(self) -> str:
         """Returns the word for the end."""
         said = await self._attempts.open()
-        self._so_far, self._prompt = self._conversations.begin(said)
+        self._so_far, self._prompt = self._conversations.begin(said, self._attempts.tools)
         for turn in range(self._stage.turns):
-            most = min(self._stage.turn_tokens, self._stage.tokens - self.tokens)
-            made = await self._turns.sample(self.name, NextTurn(self._ids(), self.tokens, most))
+            most = min(self._stage.turn_tokens, self._stage.tokens - self.tokens, self._attempts.most or sys.maxsize)
+            ids = self._ids()
+            made = await self._turns.sample(self.name, NextTurn(ids, self.tokens, most))
             drawn = self._drawn(made)
-            reply = self._conversations.reply(self._so_far, drawn, truncated=self._cut)
+            reply = self._conversations.reply(self._so_far, drawn, truncated=self._cut, seen=len(ids))
             self._reply = reply.text
             found = await self._attempts.turn(reply)
             self._rewards[-1] = found.reward

@@ -1,65 +1,31 @@
-"""Episode: samples conversations of a policy with an environment. Knows turns; the backend samples each of them.
+"""Episode: samples conversations of a policy with an environment of the user's.
 
-    Episode(policy, Calculator(), on=sampler, samples_per_prompt=8, turns=4, tokens=256)
-
-A conversation is one sample: its first prompt, and a response of all later tokens, as the engine had them. Those that
-the policy did not draw have version -1, and no loss or metric counts them. A turn's random numbers continue those of
-the sample, so an episode depends on nothing but the seed, its group, its index and its environment.
+Episode(policy, Calculator(), on=sampler, samples_per_prompt=8, turns=4, tokens=256)
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
-from contextlib import aclosing
-from dataclasses import KW_ONLY, dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Sequence
+from dataclasses import KW_ONLY, dataclass
+from typing import TYPE_CHECKING
 
-from pipeline import Graph, Model, Output, Stage, StageContext, Task, WorkerGroup
-from pipeline.declare.columns import Columns, plain_values
-from pipeline.declare.parameters import at_least, broken, number
+from pipeline import Graph, StageContext
+from pipeline.declare.parameters import at_least, broken, truth
 from pipeline.errors import Problem, shown
-from stages.backends import Sampling, engine
-from stages.episode.environment import Deadlines, Environment
-from stages.model_shape import length_problems
-from stages.rollout import SAMPLING_RULES, check_event, opened_sampler, sampling_of, sampling_problems
-from stages.vocabulary import (
-    CONVERSATION,
-    END,
-    PROMPT_IDS,
-    RESPONSE,
-    RESPONSE_IDS,
-    ROLLOUT_LOGPROBS,
-    SERVED_WEIGHTS,
-    TOKEN_VERSIONS,
-    TRUNCATED,
-    TURN_ENDS,
-    TURN_REWARDS,
-    field_named,
-)
+from stages.episode.environment import Environment, Tool
+from stages.episode.turn_stage import TurnStage
 
 if TYPE_CHECKING:
-    from stages.episode.play import Play, Played
-    from stages.episode.turns import TurnSampler
+    from stages.episode.attempts import Places
 
-LOOK_S = 0.1  # between two looks for cancelled groups
-ENDS = ("answered", "turns", "tokens", "deadline", "failed", "lost")  # that have a metric
 _RULES = (
-    *SAMPLING_RULES,
-    at_least("turns", 1, why="turns must be a whole number, 1 or more", fix=8),
-    at_least("tokens", 1, most=2**31, why="tokens must be a whole number from 1 to 2**31", fix=4096),
-    at_least("turn_tokens", 1, most=2**31, why="turn_tokens must be a whole number from 1 to 2**31", fix=512),
     at_least("environments", 1, why="environments must be a whole number of processes, 1 or more", fix=4),
-    at_least("retries", 0, why="retries must be a whole number, 0 or more", fix=2),
-)
-_DEADLINES = tuple(
-    number(name, lambda value: value > 0, why=f"{name} must be a number of seconds above 0", fix=30.0)
-    for name in ("open_s", "turn_s", "episode_s", "close_s")
+    truth("chat", fix=False),
 )
 
 
 @dataclass(frozen=True)
-class Episode(Stage):
+class Episode(TurnStage):
     """Samples `samples_per_prompt` conversations for each row.
 
     environment   what answers the policy (stages/episode/environment.py)
@@ -80,70 +46,34 @@ class Episode(Stage):
     of each kind of end that Sluice has.
     """
 
-    model: Model
     environment: Environment
     _: KW_ONLY
-    on: WorkerGroup | None = None
-    samples_per_prompt: int = 8
-    turns: int = 8
-    tokens: int = 4096
-    turn_tokens: int = 512
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    stop: tuple[str, ...] = ()
     chat: bool = False
     environments: int = 4
-    deadlines: Deadlines = field(default_factory=Deadlines)
-    retries: int = 2
 
     name = "episode"
-    shape = "stream"
-    writes = (
-        PROMPT_IDS, RESPONSE, RESPONSE_IDS, ROLLOUT_LOGPROBS, TOKEN_VERSIONS, TRUNCATED, TURN_ENDS, TURN_REWARDS,
-        CONVERSATION, END,
-    )  # fmt: skip
-    reads_back = (SERVED_WEIGHTS,)
-    stamps = TOKEN_VERSIONS
-    per = "group"
-    shows = (RESPONSE_IDS, ROLLOUT_LOGPROBS, TURN_ENDS, TURN_REWARDS)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "group_size", self.samples_per_prompt)
-        names = getattr(self.environment, "reads", ())
-        object.__setattr__(self, "reads", tuple(made for name in names if (made := field_named(name))))
 
     @property
-    def bounds(self) -> dict[str, int]:
-        """The most response tokens and turns per sample."""
-        return {str(RESPONSE_IDS.ragged): self.tokens, str(TURN_ENDS.ragged): self.turns}
+    def asks(self) -> Sequence[str]:
+        """What the environment reads."""
+        return getattr(self.environment, "reads", ())  # `check` reports anything else
 
     @property
-    def uses(self) -> tuple[Model, ...]:
-        """The served policy."""
-        return (self.model,)
+    def is_chat(self) -> bool:
+        """Whether the environment says messages."""
+        return self.chat
+
+    @property
+    def tools(self) -> Sequence[Tool]:
+        """The environment's."""
+        return self.environment.tools
 
     def check(self, graph: Graph) -> Iterable[Problem]:
         """Check the backend, the model, the environment and the parameters."""
         where, says = str(self.location), f"stage {self.name!r}"
-        yield from sampling_problems(self, graph, _RULES)
-        if isinstance(self.deadlines, Deadlines):
-            yield from broken(_DEADLINES, self.deadlines, where=where, says=f"{says} has deadlines with {{}}")
-        else:
-            what, why = f"{says} has deadlines={shown(self.deadlines)}", "four waits have a deadline each"
-            yield Problem(where=where, what=what, why=why, fix="Deadlines(turn_s=30.0)")
-        yield from length_problems(self.model, self.tokens, where, says)
+        yield from super().check(graph)
+        yield from broken(_RULES, self, where=where, says=f"{says} has {{}}")
         yield from self._environment_problems(where, says)
-        gate = next((stage for stage in graph.all_stages() if stage.gate), None)
-        if gate is None or END not in gate.reads:
-            keeps = f"{gate.name!r} keeps" if gate else "no Filter drops"
-            yield Problem(
-                where=where,
-                what=f"{says} may lose episodes, and {keeps} their groups",
-                why="an episode that its machine has failed is no sample of the policy",
-                fix="Filter(..., episodes=True)" if gate else 'Filter("complete") after it',
-            )
 
     def _environment_problems(self, where: str, says: str) -> Iterable[Problem]:
         if not isinstance(self.environment, Environment):
@@ -161,113 +91,9 @@ class Episode(Stage):
                 why="open() begins an episode, and turn() answers a reply",
                 fix=f"define {lacks[0]}() in {kind}",
             )
-        if self.model.router_replay or self.model.images:
-            has = "router_replay" if self.model.router_replay else "images"
-            yield Problem(
-                where=where,
-                what=f"{says} samples a model with {has}=True",
-                why="no test has sampled turns with it",
-                fix=f"{has}=False",
-            )
 
-    def setup(self, context: StageContext) -> Callable[[Columns, Task], AsyncGenerator[Output, None]]:
-        """Open the backend and its served copy of the model, as Rollout does. Processes start with the first task."""
-        backend = opened_sampler(self.model, context)
-
-        async def run(columns: Columns, task: Task) -> AsyncGenerator[Output, None]:
-            async with aclosing(self._run(backend, columns, task, context)) as outputs:
-                async for output in outputs:
-                    yield output
-
-        return run
-
-    def vocabulary(self, context: StageContext) -> Any:
-        """The bytes of each token of the model's tokenizer, by id."""
-        return engine(context).pieces(self.model)
-
-    def played(self, backend: Any, context: StageContext, rows: Sequence[Mapping[str, Any]]) -> list[Played]:
-        """Play an episode for each row, with the most probable tokens."""
-
-        async def run() -> list[Played]:
-            given = [(i, 0, row) for i, row in enumerate(rows)]
-            turns, plays = self._begun(
-                backend, context, replace(sampling_of(self, self.turn_tokens), greedy=True), given, 0
-            )
-            try:
-                return await _all(plays)
-            finally:
-                await turns.close()
-
-        return asyncio.run(run())
-
-    def _begun(
-        self,
-        backend: Any,
-        context: StageContext,
-        sampling: Sampling,
-        rows: Sequence[tuple[int, int, Mapping[str, Any]]],
-        version: int,
-    ) -> tuple[TurnSampler, list[Play]]:
-        """Episodes that are to be played: of a group, a sample and a row each."""
-        from stages.episode.conversation import Conversations
-        from stages.episode.play import Play
-        from stages.episode.turns import EpisodeName, TurnSampler
-
-        described, processes = context.group.description, self._processes(context)
-        turns = TurnSampler(
-            backend,
-            self.model,
-            sampling,
-            seed=context.seed,
-            version=version,
-            joins=bool(described and described.joins),
-            check=lambda event: check_event(event, backend.served_version(self.model, version)),
-            unwanted=lambda group: group in context.cancelled,
-        )
-        written = Conversations(backend, self.model, chat=self.chat, tools=self.environment.tools)
-        plays = [
-            Play(self, EpisodeName(group, sample), row, turns, written, processes, context.seed)
-            for group, sample, row in rows
-        ]
-        turns.enter([play.name for play in plays])
-        return turns, plays
-
-    async def _run(
-        self, backend: Any, columns: Columns, task: Task, context: StageContext
-    ) -> AsyncGenerator[Output, None]:
-        from stages.episode.play import played_columns
-
-        size = context.group_size
-        plain = {made.name: plain_values(columns[made.name]) for made in self.reads}
-        rows = [
-            (task.groups[i // size], i % size, {name: values[i] for name, values in plain.items()})
-            for i in range(len(task.groups) * size)
-        ]
-        turns, plays = self._begun(backend, context, sampling_of(self, self.turn_tokens), rows, task.version)
-        groups = {
-            position: asyncio.ensure_future(_all(plays[position * size : (position + 1) * size]))
-            for position in range(len(task.groups))
-        }
-        try:
-            while groups:
-                await asyncio.wait(groups.values(), timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED)
-                for position in [position for position in groups if task.groups[position] in context.cancelled]:
-                    running = groups.pop(position)
-                    running.cancel()
-                    await asyncio.gather(running, return_exceptions=True)
-                    longest = max(play.tokens for play in plays[position * size : (position + 1) * size])
-                    yield Output(cancelled={position: longest})
-                for position in [position for position, running in groups.items() if running.done()]:
-                    made = groups.pop(position).result()
-                    index = list(range(position * size, (position + 1) * size))
-                    yield Output(columns=played_columns(made), metrics=_metrics(made), index=index)
-        finally:
-            for running in groups.values():
-                running.cancel()
-            await asyncio.gather(*groups.values(), return_exceptions=True)
-            await turns.close()
-
-    def _processes(self, context: StageContext) -> Any:
+    def places(self, context: StageContext) -> Places:
+        """Processes of the environment; those of one worker serve all its stages that have it."""
         from stages.episode.processes import Processes
 
         key = ("environments", id(self.environment))  # that other stages of the worker may have too
@@ -279,32 +105,9 @@ class Episode(Stage):
                 log=log,
                 name=f"{self.name}-{context.group.name}-{context.rank}",
             )
-        return context.shared[key]
+        made: Places = context.shared[key]
+        return made
 
 
 def _is_missing(environment: Environment, method: str) -> bool:
     return getattr(type(environment), method) is getattr(Environment, method)
-
-
-async def _all(plays: Sequence[Play]) -> list[Played]:
-    """Play a group; if one play raises or is cancelled, all are."""
-    running = [asyncio.ensure_future(play.run()) for play in plays]
-    try:
-        return list(await asyncio.gather(*running))
-    finally:
-        for one in running:
-            one.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
-
-
-def _metrics(made: list[Played]) -> dict[str, float]:
-    count = len(made)
-    metrics = {
-        "turns": sum(len(one.turn_ends) for one in made) / count,
-        "length_mean": sum(one.drawn for one in made) / count,
-        "inserted_mean": sum(len(one.ids) - one.drawn for one in made) / count,
-        "truncated": sum(one.truncated for one in made) / count,
-        "retried": sum(one.retried for one in made) / count,
-    }
-    kinds = [one.end.partition(":")[0] for one in made]
-    return metrics | {f"end_{kind}": kinds.count(kind) / count for kind in ENDS}

@@ -60,9 +60,9 @@ class TurnSampler:
         self._asked: dict[EpisodeName, tuple[NextTurn, asyncio.Future[Generation]]] = {}
         self._waves: set[asyncio.Task[None]] = set()
 
-    def enter(self, episodes: Sequence[EpisodeName]) -> None:
-        """Open episodes, before the first of them asks for a turn."""
-        self._open.update(episodes)
+    def enter(self, episode: EpisodeName) -> None:
+        """Open an episode, before any that began with it asks for a turn."""
+        self._open.add(episode)
 
     def leave(self, episode: EpisodeName) -> None:
         """An episode has ended."""
