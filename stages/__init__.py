@@ -7,6 +7,7 @@ Importing this package loads no tensor library; a backend loads when a worker se
 
 from pipeline.declare.sharding import Dynamic, Packed
 from stages.advantage import Advantage
+from stages.episode.endpoint.stage import Endpoint
 from stages.episode.environment import Call, Deadlines, End, Environment, Messages, Reply, Tool
 from stages.episode.stage import Episode
 from stages.evaluate import Evaluate
@@ -46,6 +47,7 @@ __all__ = [
     "Decoupled",
     "Dynamic",
     "End",
+    "Endpoint",
     "Environment",
     "Episode",
     "Evaluate",

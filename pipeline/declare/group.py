@@ -50,6 +50,7 @@ class Model(_Located):
     seed        of the random weights, with `config` or `lora`
     trainable   False for a frozen copy (a reference model)
     router_replay  of a mixture of experts: score and train with the experts that the sampler chose for each token
+    chat_template  a Jinja template for messages, in the place of its tokenizer's own
     images      whether its prompts have images, from `Prompts(..., images="image")`
     trust_remote_code  with the torch backend: also load a model that has pickled weights and no safetensors, or Python
                 code of its own (auto_map), which then runs in the workers
@@ -64,6 +65,7 @@ class Model(_Located):
     lora: Any = field(default=None, kw_only=True)
     router_replay: bool = field(default=False, kw_only=True)
     images: bool = field(default=False, kw_only=True)
+    chat_template: str | None = field(default=None, kw_only=True)
     trust_remote_code: bool = field(default=False, kw_only=True)
 
     def frozen(self) -> Model:

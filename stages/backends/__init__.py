@@ -358,6 +358,22 @@ def is_installed(package: str) -> bool:
         return False
 
 
+def _is_template(value: object) -> bool:
+    """Whether this is no template, or one that Jinja reads."""
+    if value is None:
+        return True
+    from jinja2 import Environment, TemplateSyntaxError
+
+    try:
+        return (
+            isinstance(value, str)
+            and bool(value)
+            and bool(Environment(extensions=["jinja2.ext.loopcontrols"]).parse(value))
+        )
+    except TemplateSyntaxError:
+        return False
+
+
 def model_problems(model: Model) -> Iterator[Problem]:
     """Check a model's description without loading the model."""
     where = str(model.location)
@@ -380,6 +396,8 @@ def model_problems(model: Model) -> Iterator[Problem]:
         ("router_replay", isinstance(model.router_replay, bool), "router_replay must be True or False",
          "router_replay=True"),
         ("images", isinstance(model.images, bool), "images must be True or False", "images=False"),
+        ("chat_template", _is_template(model.chat_template), "a chat template is a text in Jinja's language",
+         "chat_template=None, for the tokenizer's own"),
     ):  # fmt: skip
         if not legal:
             what = f"{name}={shown(getattr(model, name))} of a Model"

@@ -21,7 +21,7 @@ from pipeline.errors import Problem
 from stages.episode.environment import Call, Reply, Said, Tool
 
 SHOWN = 60  # characters of a text that differs
-_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 
 
 @dataclass
@@ -103,7 +103,7 @@ class Conversations:
 def calls_in(text: str) -> tuple[Call, ...]:
     """The calls of tools in a reply, as Hermes and Qwen models write them: JSON between two <tool_call> tags."""
     found = []
-    for written in _CALL.findall(text):
+    for written in CALL.findall(text):
         try:
             made = json.loads(written)
         except ValueError:

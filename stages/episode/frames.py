@@ -53,7 +53,7 @@ class HostAnswer(msgspec.Struct, frozen=True, kw_only=True):
         return End(self.end, self.reward) if self.said is None else Messages(self.said, self.reward)
 
 
-def framed(message: Opening | HostCall | HostAnswer) -> bytes:
+def framed(message: msgspec.Struct) -> bytes:
     """Return a message as a frame."""
     content = msgspec.msgpack.encode(message)
     return HEAD.pack(len(content)) + content

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from stages.episode.turns import TurnSampler
 
 LOOK_S = 0.1  # between two looks for cancelled groups
-ENDS = ("answered", "turns", "tokens", "deadline", "failed", "lost")  # that have a metric
+ENDS = ("answered", "turns", "tokens", "deadline", "rewritten", "failed", "lost")  # that have a metric
 _RULES = (
     *SAMPLING_RULES,
     at_least("turns", 1, why="turns must be a whole number, 1 or more", fix=8),
@@ -141,6 +141,9 @@ class TurnStage(Stage, ABC):
             what, why = f"{says} has deadlines={shown(self.deadlines)}", "four waits have a deadline each"
             yield Problem(where=where, what=what, why=why, fix="Deadlines(turn_s=30.0)")
         yield from length_problems(self.model, self.tokens, where, says)
+        if self.is_chat and self.model.config is not None and self.model.chat_template is None:
+            what, why = f"the tokenizer of {self.model.source!r} has no chat template", "it turns messages into tokens"
+            yield Problem(where=where, what=what, why=why, fix="Model(..., chat_template=...), in Jinja's language")
         if self.model.router_replay or self.model.images:
             has = "router_replay" if self.model.router_replay else "images"
             yield Problem(

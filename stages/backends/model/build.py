@@ -43,7 +43,14 @@ START, IMAGE, END, VIDEO = SEEING_TOKENS = ("<|vision_start|>", "<|image_pad|>",
 
 
 def load_tokenizer(model: Model) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model. Raises StageError if the source cannot be loaded."""
+    """The tokenizer of a model, with its chat template. Raises StageError if the source cannot be loaded."""
+    made = _tokenizer(model)
+    if model.chat_template is not None:
+        made.chat_template = model.chat_template
+    return made
+
+
+def _tokenizer(model: Model) -> PreTrainedTokenizerBase:
     if model.config is not None:
         made = byte_tokenizer() if model.alphabet == BYTES else character_tokenizer(model.alphabet or "")
         if is_seeing(model.config):

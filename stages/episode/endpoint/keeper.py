@@ -1,0 +1,171 @@
+"""The process that starts the commands of a worker's episodes: python -m stages.episode.endpoint.keeper FD.
+
+Ends, with all processes that the commands have started, when the other end of its socket is closed: when the run has
+ended or was killed. Each command has a session and a folder of its own, which go with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from stages.episode.frames import HEAD, framed
+
+PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+SHOWN = 1 << 16  # last bytes of what a command printed
+NOT_STARTED = 127  # the code of a command that could not be started, as in a shell
+
+
+class StartCommand(msgspec.Struct, frozen=True, tag="start"):
+    """Start a command, with these variables and this text on its standard input."""
+
+    number: int
+    command: list[str]
+    variables: dict[str, str]
+    given: str
+
+
+class EndCommand(msgspec.Struct, frozen=True, tag="end"):
+    """End a command: by SIGTERM, and after `grace_s` seconds by SIGKILL."""
+
+    number: int
+    grace_s: float
+
+
+class EndedCommand(msgspec.Struct, frozen=True):
+    """A command has ended."""
+
+    number: int
+    code: int
+    printed: str
+    errors: str
+
+
+class Keeper:
+    """Starts and ends commands for the other end of the connection."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._numbers: dict[int, int] = {}  # of commands that run, by process
+        self._writer: asyncio.StreamWriter | None = None
+
+    async def serve(self, connection: socket.socket) -> None:
+        """Serve until the connection ends."""
+        connection.setblocking(False)
+        reader, self._writer = await asyncio.open_connection(sock=connection)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGCHLD, self._reap)
+        with suppress(asyncio.IncompleteReadError, OSError):
+            while True:
+                (size,) = HEAD.unpack(await reader.readexactly(HEAD.size))
+                asked = msgspec.msgpack.decode(await reader.readexactly(size), type=StartCommand | EndCommand)
+                if isinstance(asked, StartCommand):
+                    self._start(asked)
+                else:
+                    self._end(asked)
+
+    def _start(self, asked: StartCommand) -> None:
+        place = self._folder / str(asked.number)
+        (place / "work").mkdir(parents=True)
+        (place / "given").write_text(asked.given)
+        try:
+            with (
+                (place / "given").open() as given,
+                (place / "out").open("wb") as out,
+                (place / "err").open("wb") as err,
+            ):
+                made = subprocess.Popen(
+                    asked.command, cwd=place / "work", env=asked.variables, stdin=given, stdout=out, stderr=err,
+                    start_new_session=True,
+                )  # fmt: skip
+        except (OSError, ValueError) as error:
+            self._say(EndedCommand(asked.number, NOT_STARTED, "", f"{asked.command[0]}: {error}"))
+            return
+        made.returncode = 0  # it is waited for below
+        self._numbers[made.pid] = asked.number
+
+    def _end(self, asked: EndCommand) -> None:
+        for pid in [pid for pid, number in self._numbers.items() if number == asked.number]:
+            _signal(pid, signal.SIGTERM if asked.grace_s else signal.SIGKILL)
+            if asked.grace_s:
+                asyncio.get_running_loop().call_later(asked.grace_s, self._kill, pid, asked.number)
+
+    def _kill(self, pid: int, number: int) -> None:
+        if self._numbers.get(pid) == number:
+            _signal(pid, signal.SIGKILL)
+
+    def _reap(self) -> None:
+        """Take the codes of processes that have ended: commands, and what they have left behind."""
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if not pid:
+                return
+            if (number := self._numbers.pop(pid, None)) is not None:
+                _signal(pid, signal.SIGKILL)  # others of its session
+                place = self._folder / str(number)
+                code = os.waitstatus_to_exitcode(status)
+                self._say(EndedCommand(number, code, _end_of(place / "out"), _end_of(place / "err")))
+                shutil.rmtree(place, ignore_errors=True)
+
+    def _say(self, message: EndedCommand) -> None:
+        assert self._writer is not None
+        self._writer.write(framed(message))
+
+
+def _signal(session: int, number: signal.Signals) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(session, number)
+
+
+def _end_of(path: Path) -> str:
+    with suppress(OSError), path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - SHOWN))
+        return file.read().decode(errors="replace")
+    return ""
+
+
+def end_children() -> None:
+    """Kill what this process has started, and what that has started, until nothing is left."""
+    while True:
+        if not (children := [int(path.parent.name) for path in Path("/proc").glob("[0-9]*/stat") if _is_child(path)]):
+            return
+        for pid in children:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+            with suppress(ChildProcessError):
+                os.waitpid(pid, 0)
+
+
+def _is_child(stat: Path) -> bool:
+    """Whether a process, by its file in /proc, was started by this one, or is left to it."""
+    with suppress(OSError):
+        return stat.read_text(errors="replace").rpartition(")")[2].split()[1] == str(os.getpid())
+    return False
+
+
+def main() -> None:
+    """Serve the socket that the command line names."""
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # orphans become children of this process
+    folder = Path(tempfile.mkdtemp(prefix="sluice-endpoint-"))
+    try:
+        asyncio.run(Keeper(folder).serve(socket.socket(fileno=int(sys.argv[1]))))
+    finally:
+        end_children()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()
