@@ -1,7 +1,7 @@
 """A process of environments: python -m stages.episode.host FD. Knows one environment and a socket; loads no torch.
 
 Coroutines run in one event loop, other methods one after the other, in a thread of their own if there are coroutines.
-Ends, with all processes of its session, when the other end of the socket is closed: when the run has ended or was
+Ends, with all processes that it has started, when the other end of the socket is closed: when the run has ended or was
 killed.
 """
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 import os
-import signal
 import socket
 import sys
 import threading
@@ -22,6 +21,7 @@ from typing import Any
 import msgspec
 
 from pipeline.errors import message_of
+from stages.episode import children
 from stages.episode.environment import End, Environment, Messages, has_coroutines
 from stages.episode.frames import HostAnswer, HostCall, Opening, framed, read_frame
 
@@ -48,7 +48,7 @@ class Host:
             while (content := read_frame(self._connection)) is not None:
                 self._loop.call_soon_threadsafe(self._start, msgspec.msgpack.decode(content, type=HostCall))
         finally:
-            os.killpg(os.getpgrp(), signal.SIGKILL)  # what the environments started, and this process
+            children.kill(os.getpgrp())  # what the environments started, and this process
 
     def _start(self, asked: HostCall) -> None:
         task = self._loop.create_task(self._answer(asked))
@@ -102,6 +102,7 @@ def is_said(value: Any) -> bool:
 
 def main() -> None:
     """Load the environment that the first frame has, and serve it."""
+    children.adopt()
     connection = socket.socket(fileno=int(sys.argv[1]))
     content = read_frame(connection)
     if content is None:

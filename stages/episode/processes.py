@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -30,6 +29,7 @@ import msgspec
 
 from pipeline import StageError
 from pipeline.errors import Problem
+from stages.episode import children
 from stages.episode.environment import Environment, has_coroutines
 from stages.episode.frames import HEAD, HostAnswer, HostCall, Opening, framed
 from stages.episode.host import NOT_LOADED, READY
@@ -97,11 +97,10 @@ class EnvironmentProcess:
         return waiting.future
 
     def kill(self) -> None:
-        """End the process, with all that it started in its session."""
+        """End the process, with all that it has started."""
         lost, self.is_lost = self.is_lost, True
         if not lost:  # later the number may be that of others
-            with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+            children.kill(self._process.pid)
         self._process.wait()
 
     def _add(self, waiting: _Waiting) -> None:

@@ -10,6 +10,7 @@ import asyncio
 import itertools
 import json
 import os
+import re
 import secrets
 import socket
 import subprocess
@@ -244,10 +245,10 @@ class Commands:
 
 def filled(command: Sequence[str], row: Mapping[str, Any]) -> list[str]:
     """A command with the fields of a row in the places that have their names, such as {prompt}."""
-    made = list(command)
-    for name, value in row.items():
-        made = [part.replace(f"{{{name}}}", str(value)) for part in made]
-    return made
+    names = "|".join(map(re.escape, row))
+    return (
+        [re.sub(rf"\{{({names})\}}", lambda found: str(row[found[1]]), part) for part in command] if row else [*command]
+    )
 
 
 def result_in(printed: str) -> tuple[str, float]:

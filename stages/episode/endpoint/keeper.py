@@ -7,7 +7,6 @@ ended or was killed. Each command has a session and a folder of its own, which g
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import os
 import shutil
 import signal
@@ -20,9 +19,9 @@ from pathlib import Path
 
 import msgspec
 
+from stages.episode import children
 from stages.episode.frames import HEAD, framed
 
-PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 SHOWN = 1 << 16  # last bytes of what a command printed
 NOT_STARTED = 127  # the code of a command that could not be started, as in a shell
 
@@ -137,33 +136,14 @@ def _end_of(path: Path) -> str:
     return ""
 
 
-def end_children() -> None:
-    """Kill what this process has started, and what that has started, until nothing is left."""
-    while True:
-        if not (children := [int(path.parent.name) for path in Path("/proc").glob("[0-9]*/stat") if _is_child(path)]):
-            return
-        for pid in children:
-            with suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
-            with suppress(ChildProcessError):
-                os.waitpid(pid, 0)
-
-
-def _is_child(stat: Path) -> bool:
-    """Whether a process, by its file in /proc, was started by this one, or is left to it."""
-    with suppress(OSError):
-        return stat.read_text(errors="replace").rpartition(")")[2].split()[1] == str(os.getpid())
-    return False
-
-
 def main() -> None:
     """Serve the socket that the command line names."""
-    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # orphans become children of this process
+    children.adopt()
     folder = Path(tempfile.mkdtemp(prefix="sluice-endpoint-"))
     try:
         asyncio.run(Keeper(folder).serve(socket.socket(fileno=int(sys.argv[1]))))
     finally:
-        end_children()
+        children.end_all()
         shutil.rmtree(folder, ignore_errors=True)
 
 
