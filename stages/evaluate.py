@@ -22,7 +22,7 @@ from pipeline.declare.work import Decoding, GpuPart, Load
 from pipeline.errors import Problem, shown
 from stages import images
 from stages.backends import Generation, Sampling, backend_problems, engine, model_problems
-from stages.episode.stage import Episode
+from stages.episode.turn_stage import TurnStage
 from stages.forecast import vllm
 from stages.model_shape import length_problems
 from stages.reward import function_problems
@@ -78,7 +78,7 @@ class Evaluate(Stage):
     chat: bool = False
     system: str | None = None
     images: str | None = None
-    episode: Episode | None = None
+    episode: TurnStage | None = None
 
     name = "evaluate"
     reports_as = "eval"
@@ -180,8 +180,11 @@ class Evaluate(Stage):
             )
 
     def _episode_problems(self, where: str) -> Iterator[Problem]:
-        if not isinstance(self.episode, Episode):
-            what, why = f"stage {self.name!r} has episode={shown(self.episode)}", "it is a stage Episode, or None"
+        if not isinstance(self.episode, TurnStage):
+            what, why = (
+                f"stage {self.name!r} has episode={shown(self.episode)}",
+                "it is a stage Episode or Endpoint, or None",
+            )
             yield Problem(where=where, what=what, why=why, fix="the Episode of the graph")
         elif self.episode.model != self.model:
             what = f"stage {self.name!r} evaluates another model than its Episode samples"
@@ -217,7 +220,7 @@ class Evaluate(Stage):
         scorer = Scorer(rewards, AsyncCalls(), str(self.location))
         sampling = Sampling(self.max_tokens, greedy=True)
 
-        def played(episode: Episode) -> tuple[list[str], list[int], int]:
+        def played(episode: TurnStage) -> tuple[list[str], list[int], int]:
             made = episode.played(backend, context, [{PROMPT.name: text} for text in asked])
             texts, lengths = [one.response for one in made], [one.drawn for one in made]
             return texts, lengths, sum(one.truncated for one in made)

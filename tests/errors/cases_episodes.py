@@ -2,7 +2,7 @@
 
 from tests.errors.harness import Case
 
-TOP = """from stages import Deadlines, End, Environment, Episode, Evaluate, Filter
+TOP = """from stages import Deadlines, End, Endpoint, Environment, Episode, Evaluate, Filter
 
 
 class Quiz(Environment):
@@ -39,6 +39,12 @@ def evaluated(name: str, given: str, **lines: str) -> Case:
     return Case(name, made.lines, at=("extra",), top=TOP)
 
 
+def endpoint(name: str, more: str, **lines: str) -> Case:
+    """Return a case of an Endpoint with these arguments."""
+    written = f"Endpoint(policy, on=sampler, samples_per_prompt=2, tokens=8, turn_tokens=3, {more})"
+    return Case(name, {"rollout": written, "extra": "(Filter('complete'),)"} | lines, at=("rollout",), top=TOP)
+
+
 CASES = [
     episode("no_environment", environment="None"),
     episode("environment_is_a_class", environment="Quiz"),
@@ -49,6 +55,9 @@ CASES = [
     episode("episode_without_processes", "environments=0, retries=-1"),
     episode("deadlines_are_a_number", "deadlines=30"),
     episode("deadline_of_0", "deadlines=Deadlines(turn_s=0)"),
+    endpoint("endpoint_without_a_chat_template", "command=('python', 'agent.py')"),
+    endpoint("endpoint_whose_command_is_a_text", "command='python agent.py', commands=0, variables={'A': 1}"),
+    endpoint("endpoint_that_nothing_drops", "command=('true',)", extra="()"),
     evaluated("evaluation_of_no_episode", "Quiz()"),
     evaluated("evaluation_with_more_than_prompts", "Episode(policy, Other(), on=sampler, turns=2)"),
     evaluated("evaluation_of_another_model", "Episode(policy.frozen(), Quiz(), on=sampler)"),

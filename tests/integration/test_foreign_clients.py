@@ -61,7 +61,8 @@ def with_chat(graph: Graph, stage: Any) -> Graph:
     policy = replace(graph.stages[0].model, chat_template=TEMPLATE)
     _, *rest = graph.stages
     rest = [replace(one, model=policy) if hasattr(one, "model") else one for one in rest]
-    return replace(graph, stages=(stage(policy, graph.stages[0].on), *rest))
+    stages = (stage(policy, graph.stages[0].on), *rest)
+    return replace(graph, source=replace(graph.source, batch=1), stages=stages)  # each sample is a process
 
 
 def test_openais_client_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
