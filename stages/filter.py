@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from pipeline import Field, Output, Stage, StageContext, StageError, Task
 from pipeline.declare.calls import is_async, is_generator
 from pipeline.declare.columns import Columns, plain_values
+from pipeline.declare.parameters import broken, number
 from pipeline.declare.stage import Gate
 from pipeline.errors import CALLED, Problem, is_users, message_of, shown
 from stages.scoring import fields_of, name_of, parameters_of, short, where_of
@@ -36,6 +37,7 @@ RULES = ("zero_spread", "complete")
 Rule = Callable[..., bool]
 
 _EXAMPLE = "def learnable(reward: list[float]) -> bool: return 0 < sum(reward) < len(reward)"
+_LOST = number("lost", lambda value: 0 <= value <= 1, why="lost must be a fraction of the groups of a step", fix=0.2)
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,8 @@ class Filter(Stage):
                 function of one group that returns whether to keep it: as in a reward function, its parameters name
                 fields; each is a list with one value per sample. `reward_<function>` are numbers
     episodes    whether a group with a lost episode is dropped before the rule is asked
+    lost        the largest fraction of the groups sampled for a step that may be dropped for lost episodes; above it,
+                the run ends with the commonest reasons
     of          for "zero_spread": the field to compare. The paper compares correctness, so if the reward also contains
                 a length penalty, name the part: of="reward_exact_match"
     max_rounds  maximum number of groups sampled for one step, as a multiple of the batch. More are an error, as when a
@@ -62,6 +66,7 @@ class Filter(Stage):
     _: KW_ONLY
     of: str = REWARD.name
     episodes: bool = False
+    lost: float = 0.2
     max_rounds: int = 10
     on: WorkerGroup | None = None
     reads: Sequence[Field] = field(init=False)
@@ -73,7 +78,7 @@ class Filter(Stage):
     def __post_init__(self) -> None:
         names = fields_of(self.rule) if not isinstance(self.rule, str) else [] if self.is_complete else [self.of]
         names += [END.name] if self._ends and END.name not in names else []
-        object.__setattr__(self, "gate", Gate(KEPT, self.max_rounds))
+        object.__setattr__(self, "gate", Gate(KEPT, self.max_rounds, LOST if self._ends else "", self.lost))
         object.__setattr__(self, "reads", tuple(made for name in names if (made := _field(name)) and not made.per_step))
 
     @property
@@ -89,6 +94,7 @@ class Filter(Stage):
     def check(self, graph: Graph) -> Iterable[Problem]:
         """Check that the rule is known or can be called with fields, and that it can tell groups apart."""
         where = str(self.location)
+        yield from broken([_LOST], self, where=where, says=f"stage {self.name!r} has {{}}")
         if isinstance(self.rule, str):
             yield from self._check_shipped(where, graph.group_size)
         else:

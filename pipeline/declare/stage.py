@@ -40,10 +40,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Gate:
-    """The field that a stage writes only for the groups it keeps. At most `max_rounds` batches are sampled per step."""
+    """The field that a stage writes only for the groups it keeps. At most `max_rounds` batches are sampled per step.
+
+    A reason for dropping that begins with `fault` is a failure and no judgement: the run ends if more than the fraction
+    `most_faults` of the groups sampled for a step are dropped for such reasons.
+    """
 
     field: Field
     max_rounds: int = 10
+    fault: str = ""
+    most_faults: float = 1.0
 
 
 class Stage:

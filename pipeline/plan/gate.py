@@ -30,7 +30,14 @@ def gate_of(stages: Sequence[Stage], batch: int) -> PlannedGate | None:
     """Return the gate of a graph; None if every group is kept."""
     for stage in stages:
         if stage.gate:
-            return PlannedGate(stage=stage.name, field=stage.gate.field.name, max_groups=stage.gate.max_rounds * batch)
+            gate = stage.gate
+            return PlannedGate(
+                stage=stage.name,
+                field=gate.field.name,
+                max_groups=gate.max_rounds * batch,
+                fault=gate.fault,
+                most_faults=gate.most_faults,
+            )
     return None
 
 

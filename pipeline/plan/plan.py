@@ -179,8 +179,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlannedGate(msgspec.Struct, frozen=True, kw_only=True):
-    """Stage `stage` writes `field` for the groups that it keeps; at most `max_groups` are admitted per step."""
+    """Stage `stage` writes `field` for the groups that it keeps; at most `max_groups` are admitted per step, and of
+    those at most the fraction `most_faults` dropped for reasons that begin with `fault`, if that is not empty."""
 
     stage: str
     field: str
     max_groups: int
+    fault: str = ""
+    most_faults: float = 1.0

@@ -445,7 +445,9 @@ class Scheduler:
         for group in fresh:
             step.refused.append(event.reasons[group])
             self._clear(step.number, self._board.leave(step, (group,), event.reasons[group]), decisions)
-        if len(step.refused) + self.plan.batch > self.plan.gate.max_groups:
+        if faults := self._too_many_faults(step):
+            decisions.append(GiveUp(self.plan.gate.stage, step.number, self._faulty(step, faults, fresh)))
+        elif len(step.refused) + self.plan.batch > self.plan.gate.max_groups:
             decisions.append(GiveUp(self.plan.gate.stage, step.number, self._exhausted(step)))
         elif step is self._board.pool:
             self._admit(decisions)
@@ -464,19 +466,32 @@ class Scheduler:
         if lacking > 0:
             self._add(step, lacking, decisions)
 
+    def _too_many_faults(self, step: Step) -> list[str]:
+        """The reasons that are failures, if there are more of them than the gate allows."""
+        assert self.plan.gate is not None
+        gate = self.plan.gate
+        faults = [reason for reason in step.refused if gate.fault and reason.startswith(gate.fault)]
+        return faults if len(faults) > gate.most_faults * (self.plan.batch + len(step.refused)) else []
+
+    def _faulty(self, step: Step, faults: Sequence[str], last: Sequence[int]) -> Problem:
+        assert self.plan.gate is not None
+        gate, sampled = self.plan.gate, self.plan.batch + len(step.refused)
+        return Problem(
+            where=self._stages[gate.stage].where,
+            what=f"stage {gate.stage!r} dropped {len(faults)} of the {sampled} groups sampled "
+            f"for step {step.number + 1} since something failed: {_counted(faults)}; the last one is group {last[-1]}",
+            why=f"at most {gate.most_faults:.0%} of a step may fail, so that a run does not go on with what is left",
+            fix="mend what failed, whose output is in logs/ of the run, or allow more",
+        )
+
     def _exhausted(self, step: Step) -> Problem:
         assert self.plan.gate is not None
         gate, batch = self.plan.gate, self.plan.batch
-        reasons = Counter(step.refused).most_common(3)
-        others = len(step.refused) - sum(count for _, count in reasons)
         sampled = len(step.groups) + (len(step.refused) if step is self._board.pool else 0)
-        message = ", ".join(f"{count} ({reason})" for reason, count in reasons) + (
-            f", {others} others" if others else ""
-        )
         return Problem(
             where=self._stages[gate.stage].where,
             what=f"stage {gate.stage!r} dropped {len(step.refused)} of {sampled} groups at step {step.number + 1} "
-            f"and the batch of {batch} is not full: {message}",
+            f"and the batch of {batch} is not full: {_counted(step.refused)}",
             why=f"max_rounds={gate.max_groups // batch} allows {gate.max_groups} groups per step, so that a model that "
             "learns nothing from its prompts does not sample forever",
             fix="use prompts that the model solves only sometimes, more samples per prompt, or a larger max_rounds",
@@ -594,3 +609,10 @@ class Scheduler:
             if waiter and waiter.units and len(waiter.blockers) == 1 and StageDone(name, number) in waiter.blockers:
                 return False
         return True
+
+
+def _counted(reasons: Sequence[str]) -> str:
+    """The three most common reasons with their numbers, and the number of others."""
+    common = Counter(reasons).most_common(3)
+    others = len(reasons) - sum(count for _, count in common)
+    return ", ".join(f"{count} ({reason})" for reason, count in common) + (f", {others} others" if others else "")

@@ -418,6 +418,12 @@ def test_a_run_with_lost_episodes_trains_the_others(tmp_path: Path) -> None:
     assert trained and not lost & {group for event in trained for group in event.groups}
 
 
+def test_a_run_that_loses_too_much_ends(tmp_path: Path) -> None:
+    environment = Faulty(method="open", mark=str(tmp_path / "mark"))
+    with pytest.raises(StageError, match=r"groups sampled for step 1 since something failed: \d \(lost:open:OSError"):
+        execute(tmp_path / "run", run_graph(environment, retries=0))
+
+
 @pytest.mark.journal_expected("I8")  # continues in another folder, with the checkpoint but not the record
 def test_a_resumed_run_is_the_whole_one(tmp_path: Path) -> None:
     whole = execute(tmp_path / "whole", run_graph(Echo(), steps=3))

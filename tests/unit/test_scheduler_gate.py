@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline import Field, Graph, GraphError, Schedule, WorkerGroup
-from pipeline.declare.stage import External
+from pipeline.declare.stage import External, Gate
 from pipeline.plan.planner import plan
 from pipeline.schedule.events import Admit, GroupsDropped
 from tests.examples import few
@@ -22,7 +22,7 @@ OUTSIDE = Field("outside", dtype="float32")
 
 
 def gate(*reads, **options):
-    return Toy("gate", reads=reads or (REWARD,), writes=(KEPT,), gate=KEPT, **({"per": "group"} | options))
+    return Toy("gate", reads=reads or (REWARD,), writes=(KEPT,), **({"per": "group", "gate": KEPT} | options))
 
 
 def graph(*extra, **options):
@@ -156,6 +156,17 @@ def test_a_gate_that_drops_everything_ends_the_run_and_says_so():
     assert re.fullmatch(told, world.gave_up.problem.what)
     assert world.gave_up.problem.why.startswith("max_rounds=3 allows 6 groups per step")
     assert len([group for group, step in world.admitted.items() if step == 0]) == 6
+
+
+@pytest.mark.parametrize(("fault", "most", "ends"), [("equ", 0.4, True), ("equ", 0.6, False), ("lost", 0.0, False)])
+def test_too_many_failures_end_the_run(fault, most, ends):
+    """Of each batch of two, the first two groups are dropped and the next two are kept: half of those sampled."""
+    described = graph(gate(gate=Gate(KEPT, 100, fault, most)), batch=2)
+    world = world_of(described, [True, True, False, False] * 20).run(lambda count: 0)
+    assert (world.gave_up is not None) == ends
+    if ends:
+        told = "dropped 2 of the 4 groups sampled for step 1 since something failed: 2 (equal); the last one is group 1"
+        assert told in world.gave_up.problem.what and "at most 40%" in world.gave_up.problem.why
 
 
 def dropping(drop):
