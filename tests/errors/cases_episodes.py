@@ -51,7 +51,7 @@ CASES = [
     episode("environment_without_turns", environment="Half()"),
     episode("lost_episodes_that_nothing_drops", extra="()"),
     episode("lost_episodes_behind_a_filter", extra="(Filter(),)"),
-    episode("more_lost_than_all", extra="(Filter('complete', lost=1.5),)"),
+    Case("more_lost_than_all", {"extra": "(Filter('complete', lost=1.5),)"}, at=("extra",), top=TOP),
     episode("episode_of_no_turns", "turns=0"),
     episode("episode_without_processes", "environments=0, retries=-1"),
     episode("deadlines_are_a_number", "deadlines=30"),
