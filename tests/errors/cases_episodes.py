@@ -1,5 +1,7 @@
 """Invalid episodes that a check finds."""
 
+from dataclasses import replace
+
 from tests.errors.harness import Case
 
 TOP = """from stages import Deadlines, End, Environment, Episode, Evaluate, Filter
@@ -49,6 +51,12 @@ CASES = [
     episode("episode_without_processes", "environments=0, retries=-1"),
     episode("deadlines_are_a_number", "deadlines=30"),
     episode("deadline_of_0", "deadlines=Deadlines(turn_s=0)"),
+    Case(
+        "turns_without_episodes",
+        {"advantage": 'Advantage("turn")', "train": "Train(policy, on=learner, lr=1e-3, advantage='token')"},
+        at=("advantage",),
+    ),
+    replace(episode("turns_trained_as_samples", advantage='Advantage("turn")'), at=("train",)),
     evaluated("evaluation_of_no_episode", "Quiz()"),
     evaluated("evaluation_with_more_than_prompts", "Episode(policy, Other(), on=sampler, turns=2)"),
     evaluated("evaluation_of_another_model", "Episode(policy.frozen(), Quiz(), on=sampler)"),
