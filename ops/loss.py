@@ -8,6 +8,8 @@ A masked entry, even NaN, affects no value and no gradient. `weight_NT`, 0 or mo
 (`ops.correction`). It is applied to the advantage, so an entry of weight 0 has loss 0 and no gradient even if r
 overflows.
 
+An `advantage` is [N], one per sample, or [N, T], one per token.
+
 Legend: N samples, T tokens. A = advantage, r = exp(logprobs - old_logprobs).
 """
 
@@ -24,7 +26,7 @@ LEVELS = ("token", "sequence")
 def clipped_policy_loss(
     logprobs_NT: torch.Tensor,
     old_logprobs_NT: torch.Tensor,
-    advantage_N: torch.Tensor,
+    advantage: torch.Tensor,
     mask_NT: torch.Tensor,
     clip_low: float,
     clip_high: float,
@@ -52,7 +54,7 @@ def clipped_policy_loss(
         raise ValueError(f"clip ({clip_low}, {clip_high}) is negative or not a number")
     if dual_clip is not None and not dual_clip > 1:
         raise ValueError(f"dual_clip {dual_clip} is not above 1")
-    advantage_NT = _advantage(logprobs_NT, old_logprobs_NT, advantage_N, mask_NT, weight_NT)
+    advantage_NT = _advantage(logprobs_NT, old_logprobs_NT, advantage, mask_NT, weight_NT)
     log_ratio_NT = log_ratio(logprobs_NT, old_logprobs_NT, mask_NT, level)
     ratio_NT = log_ratio_NT.detach().exp()
     bound_NT = torch.full_like(ratio_NT, 1.0 - clip_low).masked_fill(advantage_NT > 0, 1.0 + clip_high)
@@ -83,7 +85,7 @@ def log_ratio(
 def cispo_loss(
     logprobs_NT: torch.Tensor,
     old_logprobs_NT: torch.Tensor,
-    advantage_N: torch.Tensor,
+    advantage: torch.Tensor,
     mask_NT: torch.Tensor,
     clip_low: float | None,
     clip_high: float,
@@ -98,7 +100,7 @@ def cispo_loss(
     """
     if not ((clip_low is None or clip_low >= 0) and clip_high >= 0):
         raise ValueError(f"clip ({clip_low}, {clip_high}) is negative or not a number")
-    advantage_NT = _advantage(logprobs_NT, old_logprobs_NT, advantage_N, mask_NT, weight_NT)
+    advantage_NT = _advantage(logprobs_NT, old_logprobs_NT, advantage, mask_NT, weight_NT)
     ratio_NT = blank((logprobs_NT - old_logprobs_NT).detach(), mask_NT).exp()
     bounded_NT = ratio_NT.clamp(min=None if clip_low is None else 1.0 - clip_low, max=1.0 + clip_high)
     weight_NT = bounded_NT.masked_fill(advantage_NT == 0, 0.0) * advantage_NT
@@ -147,17 +149,19 @@ def aggregate(loss_NT: torch.Tensor, mask_NT: torch.Tensor, mode: str, normalize
 def _advantage(
     logprobs_NT: torch.Tensor,
     old_logprobs_NT: torch.Tensor,
-    advantage_N: torch.Tensor,
+    advantage: torch.Tensor,
     mask_NT: torch.Tensor,
     weight_NT: torch.Tensor | None,
 ) -> torch.Tensor:
     """Return the advantage of each token times its weight, 0 for masked tokens."""
     same = mask_NT.dim() == 2 and logprobs_NT.shape == old_logprobs_NT.shape == mask_NT.shape
-    if not (same and advantage_N.shape == mask_NT.shape[:1]):
-        shapes = [tuple(tensor.shape) for tensor in (logprobs_NT, old_logprobs_NT, mask_NT, advantage_N)]
-        raise ValueError(f"shapes {shapes} are not three times [N, T] and [N]")
+    if not (same and advantage.shape in (mask_NT.shape[:1], mask_NT.shape)):
+        shapes = [tuple(tensor.shape) for tensor in (logprobs_NT, old_logprobs_NT, mask_NT, advantage)]
+        raise ValueError(f"shapes {shapes} are not three times [N, T] and [N] or [N, T]")
+    if advantage.dim() == 1:
+        advantage = advantage[:, None].expand_as(mask_NT)
     if weight_NT is None:
-        return blank(advantage_N[:, None].expand_as(mask_NT), mask_NT)
+        return blank(advantage, mask_NT)
     if weight_NT.shape != mask_NT.shape:
         raise ValueError(f"weight of shape {tuple(weight_NT.shape)} for a mask of shape {tuple(mask_NT.shape)}")
-    return blank(advantage_N[:, None] * weight_NT, mask_NT)
+    return blank(advantage * weight_NT, mask_NT)

@@ -44,11 +44,13 @@ class _Sample(NamedTuple):
 
 
 class _Case(NamedTuple):
-    """A microbatch: its samples, the padding value, and the number of extra columns of padding."""
+    """A microbatch: its samples, the padding value, the number of extra columns of padding, and whether each token has
+    an advantage of its own."""
 
     samples: tuple[_Sample, ...]
     padding: float = 0.0
     wide: int = 0
+    per_token: bool = False
 
 
 # fmt: off
@@ -70,19 +72,25 @@ class _Wrong(Exception):  # noqa: N818 - not an error: it carries a finding of t
     """What a formula did wrong."""
 
 
-def trial_problems(loss: PolicyLoss, where: str) -> Iterator[Problem]:
-    """The first problem of the correction's formula, or else of the loss's. `where` is the stage."""
+def trial_problems(loss: PolicyLoss, where: str, *, per_token: bool = False) -> Iterator[Problem]:
+    """The first problem of the correction's formula, or else of the loss's. `where` is the stage; `per_token`: tokens
+    have advantages of their own."""
     trials: list[tuple[PolicyLoss | Correction, str, Callable[[], None]]] = [
-        (loss, "policy_loss", lambda: _try_loss(loss))
+        (loss, "policy_loss", lambda: _try_loss(loss, per_token))
     ]
     if loss.correction is not None:
-        trials.insert(0, (loss.correction, "weights", lambda: _try_weights(loss)))
-    problems = (_problem(owner, name, trial, where, loss) for owner, name, trial in trials)
+        trials.insert(0, (loss.correction, "weights", lambda: _try_weights(loss, per_token)))
+    problems = (_problem(owner, name, trial, where, loss, per_token) for owner, name, trial in trials)
     yield from islice((problem for problem in problems if problem), 1)
 
 
 def _problem(
-    described: PolicyLoss | Correction, name: str, trial: Callable[[], None], where: str, loss: PolicyLoss
+    described: PolicyLoss | Correction,
+    name: str,
+    trial: Callable[[], None],
+    where: str,
+    loss: PolicyLoss,
+    per_token: bool,
 ) -> Problem | None:
     formula, owner = getattr(described, name), f"{type(described).__name__}.{name}"
     line = line_of_code(formula) or where
@@ -105,7 +113,8 @@ def _problem(
             why="the check runs the formula on microbatches of two and three samples, one to four tokens wide",
             fix="correct the formula; scored has the fields of stages.Scored"
             + _not_declared(formula, loss)
-            + _not_widened(formula, error),
+            + _not_widened(formula, error)
+            + (", and advantage_NT has that of each token" if per_token and "advantage_N" in _names(formula) else ""),
         )
     return None
 
@@ -130,9 +139,9 @@ def _not_widened(formula: Callable[..., Formula], error: BaseException) -> str:
     return ""
 
 
-def _try_weights(loss: PolicyLoss) -> None:
+def _try_weights(loss: PolicyLoss, per_token: bool) -> None:
     """Check that each token has a finite weight that depends on nothing but its input."""
-    first, again, padded, *beside = (_weights(loss, case) for case in CASES)
+    first, again, padded, *beside = (_weights(loss, case._replace(per_token=per_token)) for case in CASES)
     _repeated(first, again, "weights")
     _same(first, padded, "weights")
     _alone([first, *beside], "weights")
@@ -147,11 +156,11 @@ def _weights(loss: PolicyLoss, case: _Case) -> torch.Tensor:
     return weight_NT[scored.mask_NT].detach()
 
 
-def _try_loss(loss: PolicyLoss) -> None:
+def _try_loss(loss: PolicyLoss, per_token: bool) -> None:
     """Check that the loss has a value per token and a finite gradient, uses the weight, and depends on nothing but its
     input."""
     (value, again, padded, *values), (slope, slope_again, padded_slope, *slopes) = zip(
-        *(_run(loss, case) for case in CASES), strict=True
+        *(_run(loss, case._replace(per_token=per_token)) for case in CASES), strict=True
     )
     if not any(each.any() for each in (slope, *slopes)):
         raise _Wrong(
@@ -165,13 +174,13 @@ def _try_loss(loss: PolicyLoss) -> None:
     _same(slope, padded_slope, "the gradient")
     _alone([value, *values], "the loss")
     _alone([slope, *slopes], "the gradient")
-    if not loss.needs_entropy and _differentiates_entropy(loss):
+    if not loss.needs_entropy and _differentiates_entropy(loss, per_token):
         raise _Wrong(
             "uses scored.entropy_NT, which has no gradient here",
             "the entropy is a constant unless the class asks for its gradient, which takes memory",
             "set entropy_gradient = True in the class, or write scored.entropy_NT.detach()",
         )
-    halved = (_run(loss, case, weight=0.5)[1] for case in MIXES)
+    halved = (_run(loss, case._replace(per_token=per_token), weight=0.5)[1] for case in MIXES)
     if loss.correction is not None and all(map(torch.equal, (slope, *slopes), halved)):
         raise _Wrong(
             f"does not use weight_NT, and the loss has correction={shown(loss.correction)}",
@@ -180,9 +189,9 @@ def _try_loss(loss: PolicyLoss) -> None:
         )
 
 
-def _differentiates_entropy(loss: PolicyLoss) -> bool:
+def _differentiates_entropy(loss: PolicyLoss, per_token: bool) -> bool:
     """Whether the loss would have a gradient with respect to the entropy, if that had one."""
-    scored = _scored(loss, PAIR)
+    scored = _scored(loss, PAIR._replace(per_token=per_token))
     assert scored.entropy_NT is not None
     scored.entropy_NT.requires_grad_()
     made = loss.policy_loss(scored, torch.ones_like(scored.old_logprobs_NT))
@@ -250,7 +259,8 @@ def _unchanged(scored: Scored, before: Scored) -> None:
     for name, column in {**vars(before), **before.columns}.items():
         now = scored.columns[name] if name in before.columns else getattr(scored, name)
         if isinstance(column, torch.Tensor) and not torch.equal(now, column):
-            raise _changes(f"scored.{name}")
+            shape = "" if name != "advantage" else "_NT" if column.dim() > 1 else "_N"
+            raise _changes(f"scored.{name}{shape}")
 
 
 def _changes(name: str) -> _Wrong:
@@ -313,11 +323,15 @@ def _scored(loss: PolicyLoss, case: _Case) -> Scored:
             return made > 0.5
         return made.to(getattr(torch, field.dtype)) if field.dtype.startswith("float") else (4 * made).long()
 
+    advantage = torch.tensor([sample.advantage for sample in case.samples])
+    if case.per_token:  # it grows along the response
+        grown_NT = advantage[:, None] * (1 + torch.arange(mask_NT.shape[1]))
+        advantage = grown_NT.masked_fill(~mask_NT, case.padding)
     return Scored(
         logprobs_NT=column("logprobs").requires_grad_(),
         old_logprobs_NT=column("old"),
         rollout_logprobs_NT=column("rollout"),
-        advantage_N=torch.tensor([sample.advantage for sample in case.samples]),
+        advantage=advantage,
         mask_NT=mask_NT,
         ref_logprobs_NT=column("ref") if loss.needs_reference else None,
         entropy_NT=column("entropy").requires_grad_(loss.needs_entropy),

@@ -50,7 +50,9 @@ class Scored:
     logprobs_NT          of the trained policy, with a gradient
     old_logprobs_NT      of the policy before the step's first update, the denominator of the ratio
     rollout_logprobs_NT  of the sampler; present if the loss has a correction
-    advantage_N          one per sample
+    advantage            one per sample, [N], or per token, [N, T], as `Train(advantage=)` says; formulas use the next
+    advantage_N          one per sample; not there if each token has its own
+    advantage_NT         that of each token
     mask_NT              bool, True for tokens that the policy drew
     ref_logprobs_NT      of the frozen model; present if the loss needs a reference
     entropy_NT           of the policy's next token; with a gradient if the loss needs it
@@ -60,15 +62,27 @@ class Scored:
     logprobs_NT: torch.Tensor
     old_logprobs_NT: torch.Tensor
     rollout_logprobs_NT: torch.Tensor | None
-    advantage_N: torch.Tensor
+    advantage: torch.Tensor
     mask_NT: torch.Tensor
     ref_logprobs_NT: torch.Tensor | None = None
     entropy_NT: torch.Tensor | None = None
     columns: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
+    @property
+    def advantage_N(self) -> torch.Tensor:  # noqa: N802 - a shape
+        """The advantage of each sample. Raises AttributeError if each token has its own."""
+        if self.advantage.dim() > 1:
+            raise AttributeError("with Train(advantage='token') there is no scored.advantage_N")
+        return self.advantage
+
+    @property
+    def advantage_NT(self) -> torch.Tensor:  # noqa: N802
+        """The advantage of each token: of its sample, or its own."""
+        return self.advantage if self.advantage.dim() > 1 else self.advantage[:, None].expand_as(self.mask_NT)
+
     def trained(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """The inputs of a clipped loss: logprobs now and before the update, the advantage, and the mask."""
-        return self.logprobs_NT, self.old_logprobs_NT, self.advantage_N, self.mask_NT
+        return self.logprobs_NT, self.old_logprobs_NT, self.advantage, self.mask_NT
 
     def sampled(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The inputs of a correction: logprobs before the update, those of the sampler, and the mask."""

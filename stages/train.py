@@ -45,6 +45,7 @@ from stages.vocabulary import (
     REF_LOGPROBS,
     RESPONSE_IDS,
     ROLLOUT_LOGPROBS,
+    TOKEN_ADVANTAGES,
     TOKEN_VERSIONS,
     TRAINED_WEIGHTS,
 )
@@ -53,10 +54,11 @@ _LARGEST = ("staleness_max", "mismatch_ratio_max")  # maximum over ranks; other 
 SCHEDULES = ("constant", "linear", "cosine")
 OWN = "own"
 PREVS = ("field", OWN)
+TOKEN = "token"
+ADVANTAGES = ("sample", TOKEN)
 _COLUMNS = {
     "prompt_ids": PROMPT_IDS,
     "response_ids": RESPONSE_IDS,
-    "advantage": ADVANTAGE,
     "old_logprobs": PREV_LOGPROBS,
     "rollout_logprobs": ROLLOUT_LOGPROBS,
     "ref_logprobs": REF_LOGPROBS,
@@ -83,6 +85,8 @@ class Train(Stage):
     prev                          where the denominator of the ratio comes from: "field", the field prev_logprobs of a
                                   stage PrevLogprobs; or "own": the first minibatch has the logprobs of its own pass,
                                   and the others are scored before the first update, in the rows of their updates
+    advantage     "sample": the field `advantage`, one per sample; "token": the field `token_advantages`, one per
+                  response token, which Advantage("turn") writes
 
     Metrics, means over the step's updates: `loss`, `kl` (to the frozen model, nat per token), `clip_fraction`, its part
     `clip_high` with a ratio above 1, `ratio_mean`, `ratio_max`, `grad_norm` (before clipping), `lr`, `entropy` (nat per
@@ -117,6 +121,7 @@ class Train(Stage):
     temperature: float = 1.0
     checkpoint_activations: bool | Literal["mlp"] = False
     prev: Literal["field", "own"] = "field"
+    advantage: Literal["sample", "token"] = "sample"
 
     name = "train"
     writes = (TRAINED_WEIGHTS,)
@@ -126,7 +131,7 @@ class Train(Stage):
         reads: tuple[Field, ...] = (
             PROMPT_IDS,
             RESPONSE_IDS,
-            ADVANTAGE,
+            self._advantage,
             *(() if self.prev == OWN else (PREV_LOGPROBS,)),
             ROLLOUT_LOGPROBS,
             TOKEN_VERSIONS,
@@ -140,6 +145,10 @@ class Train(Stage):
             reads = tuple(dict.fromkeys((*reads, *self.loss.columns)))
         reads = tuple(dict.fromkeys((*reads, *images.fields_of(self.model))))
         object.__setattr__(self, "reads", reads)
+
+    @property
+    def _advantage(self) -> Field:
+        return TOKEN_ADVANTAGES if self.advantage == TOKEN else ADVANTAGE
 
     @property
     def uses(self) -> tuple[Model, ...]:
@@ -195,7 +204,7 @@ class Train(Stage):
         if all(problem.warning for problem in found) and has_own_formula(self.loss):
             from stages.formula_check import trial_problems  # loads torch
 
-            yield from trial_problems(self.loss, where)
+            yield from trial_problems(self.loss, where, per_token=self.advantage == TOKEN)
 
     def _share_problems(self, graph: Graph) -> Iterable[Problem]:
         """Check that every worker gets part of every minibatch."""
@@ -222,6 +231,8 @@ class Train(Stage):
         yield f"schedule={shown(self.schedule)}", self.schedule in SCHEDULES, known, fix
         known, fix = "valid values are " + ", ".join(PREVS), f"prev={OWN!r}"
         yield f"prev={shown(self.prev)}", self.prev in PREVS, known, fix
+        known, fix = "valid values are " + ", ".join(ADVANTAGES), f"advantage={ADVANTAGES[0]!r}"
+        yield f"advantage={shown(self.advantage)}", self.advantage in ADVANTAGES, known, fix
         yield from self._recomputed()
         why = "epochs must be a whole number, 1 or more"
         yield f"epochs={self.epochs!r}", is_whole(self.epochs, 1), why, "epochs=1"
@@ -324,6 +335,7 @@ class TrainRunner:
     def __call__(self, columns: Columns, task: Task) -> Output:
         stage, column = self.stage, dict(columns)
         given: Any = {attribute: column.get(field.name) for attribute, field in _COLUMNS.items()}
+        given["advantage"] = column[stage._advantage.name]
         read: Any = {field.name: column[field.name] for field in stage.loss.columns}
         routes: Any = next((column[field.name] for field in of_replay(stage.model)), None)
         batch = Batch(**given, columns=read, routes=routes, sampled=_sampled(column[TOKEN_VERSIONS.name]))

@@ -48,7 +48,17 @@ REF_LOGPROBS = Field(
     high=0.0,
     hint="add RefLogprobs(policy.frozen(), on=learner)",
 )
-ADVANTAGE = Field("advantage", dtype="float32", hint='add Advantage("group_relative")')
+ADVANTAGE = Field(
+    "advantage",
+    dtype="float32",
+    hint='add Advantage("group_relative"); after Advantage("turn"), write Train(advantage="token")',
+)
+TOKEN_ADVANTAGES = Field(
+    "token_advantages",
+    dtype="float32",
+    dims="N T",
+    hint='add Advantage("turn"); after another kind, write Train(advantage="sample")',
+)
 TRAINED_WEIGHTS = Field(
     "trained_weights", dtype="weights", dims="", unit="version", hint="add Train(policy, on=learner, lr=1e-6)"
 )

@@ -5,7 +5,7 @@
 
 A reward with parameters is a frozen dataclass that is called like a function, such as `Overlong`. `text` compares
 texts, `number` final numbers, `symbolic` mathematics; `program` runs
-code in a sandbox; `format` checks tags and boxes, and `length` token counts.
+code in a sandbox; `format` checks tags and boxes, `length` counts tokens, and `turns` adds up the rewards of turns.
 """
 
 from ops.rewards.batched import SampleError, batched
@@ -16,6 +16,7 @@ from ops.rewards.number import final_number, gsm8k_match, number_match
 from ops.rewards.program import PassesTests
 from ops.rewards.symbolic import MathVerify, math_verify
 from ops.rewards.text import digit_match, exact_match, regex_match
+from ops.rewards.turns import turn_sum
 
 __all__ = [
     "MathVerify",
@@ -35,4 +36,5 @@ __all__ = [
     "overlong_penalty",
     "regex_match",
     "tagged",
+    "turn_sum",
 ]

@@ -169,16 +169,17 @@ class Optimization:
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """The samples of updates. `old_logprobs` are the denominator of the ratio, None for those of the update's own pass,
-    without a gradient; `rollout_logprobs` are the sampler's, for a correction, and `ref_logprobs` the frozen model's,
-    for a KL term. `columns` are additional fields that the loss reads, one value per sample or per response token.
-    `routes` are the experts to compute each token with (stages/routes.py); without them, routers choose. `images` are
-    the files of the prompts, framed (stages/images.py). `sampled`, bool, are the response tokens that the policy drew,
-    the only ones that a loss sees; None if it drew all. The counts of tokens of an `Update` are then of these."""
+    """The samples of updates. `advantage` is one per sample, or per response token. `old_logprobs` are the denominator
+    of the ratio, None for those of the update's own pass, without a gradient; `rollout_logprobs` are the sampler's, for
+    a correction, and `ref_logprobs` the frozen model's, for a KL term. `columns` are additional fields that the loss
+    reads, one value per sample or per response token. `routes` are the experts to compute each token with
+    (stages/routes.py); without them, routers choose. `images` are the files of the prompts, framed (stages/images.py).
+    `sampled`, bool, are the response tokens that the policy drew, the only ones that a loss sees; None if it drew all.
+    The counts of tokens of an `Update` are then of these."""
 
     prompt_ids: Ragged
     response_ids: Ragged
-    advantage: torch.Tensor
+    advantage: torch.Tensor | Ragged
     old_logprobs: Ragged | None
     rollout_logprobs: Ragged | None = None
     ref_logprobs: Ragged | None = None
@@ -195,14 +196,11 @@ class Batch:
         return Batch(
             part(self.prompt_ids, samples),
             part(self.response_ids, samples),
-            self.advantage[list(samples)],
+            _at(self.advantage, samples),
             None if self.old_logprobs is None else part(self.old_logprobs, samples),
             None if self.rollout_logprobs is None else part(self.rollout_logprobs, samples),
             None if self.ref_logprobs is None else part(self.ref_logprobs, samples),
-            {
-                name: part(column, samples) if isinstance(column, Ragged) else column[list(samples)]
-                for name, column in self.columns.items()
-            },
+            {name: _at(column, samples) for name, column in self.columns.items()},
             None if self.routes is None else part(self.routes, samples),
             None if self.images is None else part(self.images, samples),
             None if self.sampled is None else part(self.sampled, samples),
@@ -222,6 +220,10 @@ def part(column: Ragged, samples: Sequence[int]) -> Ragged:
     if last - first == len(samples) - 1:
         return cut(column, first, last + 1)
     return take(column, samples)  # type: ignore[return-value]
+
+
+def _at(column: torch.Tensor | Ragged, samples: Sequence[int]) -> torch.Tensor | Ragged:
+    return part(column, samples) if isinstance(column, Ragged) else column[list(samples)]
 
 
 def samples_of(groups: Sequence[int], size: int) -> list[int]:

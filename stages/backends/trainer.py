@@ -133,7 +133,7 @@ class BaseLearner(Learner, ABC):
             logprobs_NT=logprobs_NT,
             old_logprobs_NT=padded(part.old_logprobs) if part.old_logprobs else old_NT,
             rollout_logprobs_NT=padded(part.rollout_logprobs) if part.rollout_logprobs else None,
-            advantage_N=sent(part.advantage, mask_NT.device),
+            advantage=padded(part.advantage),
             mask_NT=mask_NT,
             ref_logprobs_NT=padded(part.ref_logprobs) if part.ref_logprobs else None,
             entropy_NT=entropy_NT,

@@ -284,7 +284,8 @@ def make_folder(family: str, folder: Path, **sizes: int) -> Path:
 
 def frozen_batch(*, grouped: bool = False) -> Batch:
     """Return eight samples of various lengths, with made-up logprobs near those of an untrained model, and tokens that
-    no policy drew. Grouped ones are five of one prompt and three of another."""
+    no policy drew. Each token has an advantage of its own. Grouped samples are five of one prompt and three of another,
+    and have one advantage each."""
     generator = torch.Generator().manual_seed(5)
 
     def ids(lengths: tuple[int, ...]) -> Ragged:
@@ -299,6 +300,9 @@ def frozen_batch(*, grouped: bool = False) -> Batch:
         return Ragged(-5.0 + 0.2 * noise, responses.lengths)
 
     advantage = torch.tensor([1.0, -1.0, 0.5, -0.5, 2.0, 0.0, -0.3, 0.7])
+    if not grouped:  # each token has its own
+        factors = [1.0 + torch.arange(length) % 3 for length in responses.lengths]
+        advantage = Ragged.of([each * factor_T for each, factor_T in zip(advantage, factors)])
     sampled = Ragged(torch.arange(sum(responses.lengths)) % 4 != 2, responses.lengths)
     return Batch(prompts, responses, advantage, logprobs(), logprobs(), logprobs(), sampled=sampled)
 

@@ -1,5 +1,7 @@
 """Invalid episodes that a check finds."""
 
+from dataclasses import replace
+
 from tests.errors.harness import Case
 
 TOP = """from stages import Deadlines, End, Endpoint, Environment, Episode, Evaluate, Filter
@@ -59,6 +61,12 @@ CASES = [
     endpoint("endpoint_without_a_chat_template", "command=('python', 'agent.py')"),
     endpoint("endpoint_whose_command_is_a_text", "command='python agent.py', commands=0, variables={'A': 1}"),
     endpoint("endpoint_that_nothing_drops", "command=('true',)", extra="()"),
+    Case(
+        "turns_without_episodes",
+        {"advantage": 'Advantage("turn")', "train": "Train(policy, on=learner, lr=1e-3, advantage='token')"},
+        at=("advantage",),
+    ),
+    replace(episode("turns_trained_as_samples", advantage='Advantage("turn")'), at=("train",)),
     evaluated("evaluation_of_no_episode", "Quiz()"),
     evaluated("evaluation_with_more_than_prompts", "Episode(policy, Other(), on=sampler, turns=2)"),
     evaluated("evaluation_of_another_model", "Episode(policy.frozen(), Quiz(), on=sampler)"),

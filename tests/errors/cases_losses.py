@@ -65,6 +65,8 @@ TRAINING = [
     trained("learning_rate_is_a_text", "lr='1e-6'"),
     trained("unknown_learning_rate_schedule", "lr=1e-3, schedule='cosin'"),
     trained("unknown_prev", "lr=1e-3, prev='stage'"),
+    trained("unknown_advantage_of_train", "lr=1e-3, advantage='turn'"),
+    trained("advantages_of_tokens_that_nothing_writes", "lr=1e-3, advantage='token'"),
     trained("recomputes_what", "lr=1e-3, checkpoint_activations='attention'"),
     trained("recomputes_parts_with_torch", "lr=1e-3, checkpoint_activations='mlp'"),
     trained("logprobs_computed_twice", "lr=1e-3, prev='own'"),
@@ -102,6 +104,8 @@ TRAINING = [
         at=("advantage",),
         code=0,
     ),
+    Case("discount_above_1", {"advantage": 'Advantage("turn", discount=2)'}, at=("advantage", "train")),
+    Case("discount_without_turns", {"advantage": 'Advantage("rloo", discount=0.9)'}),
     Case("advantage_is_a_function", {"advantage": "Advantage(exact_match)"}),
     Case("eps_is_a_text", {"advantage": 'Advantage(eps="1e-6")'}),
     Case("max_tokens_is_a_text", {"rollout": 'Rollout(policy, on=sampler, samples_per_prompt=2, max_tokens="3")'}),
@@ -198,6 +202,11 @@ FORMULAS = [
         "own_loss_differs_between_calls",
         "\n    def policy_loss(self, scored, weight_NT, calls=[]):  # here\n        calls.append(1)\n"
         "        return -len(calls) * weight_NT * scored.advantage_N[:, None] * scored.logprobs_NT\n",
+    ),
+    own(
+        "own_loss_of_samples_for_tokens",
+        POLICY_GRADIENT.replace("[:, None] * scored.logprobs_NT", "[:, None] * scored.logprobs_NT  # here"),
+        given="Mine(), advantage='token'",
     ),
     own("own_loss_is_async", "\n    async def policy_loss(self, scored, weight_NT):  # here\n        return 0\n"),
     own(

@@ -98,14 +98,14 @@ def recorded(engine: Any, model: Any, batch: Any) -> dict[str, float]:
     from stages.train import Train
 
     group = WorkerGroup("learner", backend="megatron", gpus=1)
-    stage = Train(model, on=group, lr=1e-4, microbatch=Packed(64))
+    stage = Train(model, on=group, lr=1e-4, microbatch=Packed(64), advantage="token")
     engine._learners.clear()
     context = StageContext(group=group, rank=0, seed=0, group_size=1, run_dir=None, shared={"engine": engine}, steps=1)
     versions = Ragged(torch.zeros(sum(batch.response_ids.lengths), dtype=torch.int32), batch.response_ids.lengths)
     columns = {
         "prompt_ids": batch.prompt_ids,
         "response_ids": batch.response_ids,
-        "advantage": batch.advantage,
+        "token_advantages": batch.advantage,
         "prev_logprobs": batch.old_logprobs,
         "rollout_logprobs": batch.rollout_logprobs,
         "token_versions": versions,

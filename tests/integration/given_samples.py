@@ -13,11 +13,18 @@ from typing import Any
 import torch
 
 from graphs.quickstart import TINY_QWEN3
-from pipeline import Graph, Model, Schedule, Stage, StageContext, WorkerGroup
+from pipeline import Field, Graph, Model, Schedule, Stage, StageContext, WorkerGroup
 from pipeline.declare.columns import Ragged
 from pipeline.declare.sharding import Dynamic, Packed
 from stages import ClippedLoss, PrevLogprobs, RefLogprobs, Train
-from stages.vocabulary import ADVANTAGE, PROMPT_IDS, RESPONSE_IDS, ROLLOUT_LOGPROBS, TOKEN_VERSIONS
+from stages.vocabulary import (
+    ADVANTAGE,
+    PROMPT_IDS,
+    RESPONSE_IDS,
+    ROLLOUT_LOGPROBS,
+    TOKEN_ADVANTAGES,
+    TOKEN_VERSIONS,
+)
 
 ALPHABET = "0123456789>"
 STEPS, GROUPS, GROUP_SIZE, MINIBATCHES, LR, SEED, KL = 2, 8, 2, 2, 2e-3, 3, 0.1
@@ -27,6 +34,7 @@ KINDS: dict[str, int | Dynamic | Packed] = {
     "dynamic": Dynamic(48),
     "packed": Packed(24, shared=False),  # samples of a group have different prompts here
 }
+PER_SAMPLE = "plain"  # the kind whose samples have one advantage each; in the others, each token has its own
 TOKENS = {  # of the eight samples of a minibatch, prompt and response together, before they are shuffled
     "plain": (20, 8, 23, 10, 17, 4, 11, 9),
     "dynamic": (23, 22, 21, 20, 9, 8, 7, 4),
@@ -36,11 +44,12 @@ TOKENS = {  # of the eight samples of a minibatch, prompt and response together,
 
 @dataclass(frozen=True)
 class Sample:
-    """One sample: token ids, its advantage, the sampler's logprobs, and which response tokens the policy drew."""
+    """One sample: token ids, and the advantage and the sampler's logprob of each response token, and whether the policy
+    drew it."""
 
     prompt: torch.Tensor
     response: torch.Tensor
-    advantage: float
+    advantages: torch.Tensor
     logprobs: torch.Tensor
     drawn: torch.Tensor
 
@@ -55,7 +64,8 @@ def sample(kind: str, number: int) -> Sample:
     split = 1 + tokens % 3
     logprobs = -torch.rand(tokens - split, generator=generator) - 1.0
     drawn = (torch.arange(tokens - split) % 3 != 1) | (number % 3 != 1)  # of every third sample some are not
-    return Sample(ids[:split], ids[split:], torch.randn(1, generator=generator).item(), logprobs, drawn)
+    advantages = torch.randn(1 if kind == PER_SAMPLE else len(drawn), generator=generator).expand(len(drawn))
+    return Sample(ids[:split], ids[split:], advantages, logprobs, drawn)
 
 
 @dataclass(frozen=True)
@@ -66,15 +76,23 @@ class Given(Stage):
     name: str = "given"
     batch: int = GROUPS
     group_size: int = GROUP_SIZE
-    writes = (PROMPT_IDS, RESPONSE_IDS, ADVANTAGE, ROLLOUT_LOGPROBS, TOKEN_VERSIONS)
+
+    @property
+    def writes(self) -> tuple[Field, ...]:  # type: ignore[override]
+        """The fields of samples."""
+        advantage = ADVANTAGE if self.kind == PER_SAMPLE else TOKEN_ADVANTAGES
+        return PROMPT_IDS, RESPONSE_IDS, advantage, ROLLOUT_LOGPROBS, TOKEN_VERSIONS
 
     def setup(self, context: StageContext) -> Any:
         def run(columns: Any, task: Any) -> dict[str, Any]:
             made = [sample(self.kind, g * GROUP_SIZE + i) for g in task.groups for i in range(GROUP_SIZE)]
-            return {
+            if self.kind == PER_SAMPLE:
+                advantages = {"advantage": torch.stack([each.advantages[0] for each in made])}
+            else:
+                advantages = {"token_advantages": Ragged.of([each.advantages for each in made])}
+            return advantages | {
                 "prompt_ids": Ragged.of([each.prompt for each in made]),
                 "response_ids": Ragged.of([each.response for each in made]),
-                "advantage": torch.tensor([each.advantage for each in made]),
                 "rollout_logprobs": Ragged.of([each.logprobs for each in made]),
                 "token_versions": Ragged.of([each.drawn.int() * (task.step + 1) - 1 for each in made]),
             }
@@ -93,7 +111,15 @@ def graph(kind: str, learner: WorkerGroup, train: type[Train] = Train) -> Graph:
         stages=(
             PrevLogprobs(policy, on=learner, microbatch=cut, at_once=SCORED_AT_ONCE),
             RefLogprobs(policy.frozen(), on=learner, microbatch=cut, at_once=SCORED_AT_ONCE),
-            train(policy, on=learner, loss=ClippedLoss(kl=KL), lr=LR, minibatches=MINIBATCHES, microbatch=cut),
+            train(
+                policy,
+                on=learner,
+                loss=ClippedLoss(kl=KL),
+                lr=LR,
+                minibatches=MINIBATCHES,
+                microbatch=cut,
+                advantage="sample" if kind == PER_SAMPLE else "token",
+            ),
         ),
         schedule=Schedule(steps=STEPS, seed=SEED),
     )

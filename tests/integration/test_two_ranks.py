@@ -29,9 +29,9 @@ def expected(kind: str) -> tuple[list[float], dict[str, torch.Tensor]]:
     steps = []
     for step in range(given.STEPS):
         made = [given.sample(kind, step * size + i) for i in range(size)]
-        advantages = torch.tensor([each.advantage for each in made])
-        columns = ([each.prompt for each in made], [each.response for each in made], [each.drawn for each in made])
-        steps.append(by_hand.Samples(*columns, advantages))
+        columns = [list(column) for column in zip(*(vars(each).values() for each in made))]
+        prompts, responses, advantages, _, drawn = columns
+        steps.append(by_hand.Samples(prompts, responses, drawn, advantages))
     cut = given.KINDS[kind]
     settings = by_hand.Settings(
         cut=by_hand.Cut(kind, cut if isinstance(cut, int) else cut.tokens),

@@ -145,12 +145,13 @@ def packings(members: Sequence[int], rows: Passes, lengths: Lengths, tokens: int
 
 @dataclass(frozen=True)
 class Samples:
-    """The samples of a step. `drawn` are the tokens of responses that the policy drew; others are not trained."""
+    """The samples of a step. `drawn` are the tokens of responses that the policy drew; others are not trained.
+    `advantages` has one per token."""
 
     prompts: list[torch.Tensor]
     responses: list[torch.Tensor]
     drawn: list[torch.Tensor]
-    advantages: torch.Tensor
+    advantages: list[torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,7 +219,7 @@ def loss_of(
     new = padded(logprobs_of(model, samples, members, width, packed=s.cut.kind == "packed"))
     before, frozen = (padded([column[i] for i in members]) for column in (old, ref))
     mask = padded([samples.drawn[i].float() for i in members]).bool()
-    weight = samples.advantages[members, None]
+    weight = padded([samples.advantages[i] for i in members])
     ratio = torch.exp(new - before)
     clipped = ratio.clamp(1 - s.clip, 1 + s.clip)
     per_token = -torch.min(ratio * weight, clipped * weight) + s.kl * k3(new - frozen)

@@ -47,6 +47,61 @@ def check_advantages(ops: ModuleType) -> None:
         assert ours(tenths, 2).dtype == torch.float32
 
 
+def _turns(rng: random.Random, samples: int) -> list[list[float]]:
+    """The rewards of one to four turns per sample."""
+    return [[rng.choice([0.0, 0.1, 1.0, rng.gauss(0, 3)]) for _ in range(rng.randint(1, 4))] for _ in range(samples)]
+
+
+def check_turns(ops: ModuleType) -> None:
+    for seed in range(CASES):
+        rng = random.Random(seed)
+        size, groups, discount = 1 + seed % 4, rng.randint(1, 3), (1.0, 0.5, 0.0)[seed % 3]
+        turns, equal = _turns(rng, size * groups), [[0.1] * (1 + i) for i in range(size)]
+        rewards = [rng.choice([0.0, 1.0, rng.gauss(0, 3)]) for _ in turns] + [0.0] * size
+        rows = [torch.tensor(row, dtype=DOUBLE) for row in turns + equal]
+        for eps in (1e-6, 0.5):
+            actual = ops.turn_relative(rows, torch.tensor(rewards, dtype=DOUBLE), size, discount, eps)
+            for found, expected in zip(actual, loops.turn_relative(turns + equal, rewards, size, discount, eps)):
+                near(found, expected)
+            assert [found.tolist() for found in actual[-size:]] == [[0.0] * len(row) for row in equal]
+        plain = ops.turn_relative(rows, torch.tensor(rewards, dtype=DOUBLE), size)
+        for found, expected in zip(plain, loops.turn_relative(turns + equal, rewards, size, 1.0, 1e-6), strict=True):
+            near(found, expected)
+    assert ops.turn_relative([], torch.tensor([]), 2) == []
+    single = [torch.tensor([0.1 * i]) for i in range(6)]  # float32; one turn each is a reward per sample
+    found = ops.turn_relative(single, torch.arange(6.0), 3)
+    assert torch.equal(torch.cat(found), ops.group_relative(torch.cat(single) + torch.arange(6.0), 3))
+
+
+def check_tokens_of_turns(ops: ModuleType) -> None:
+    for seed in range(CASES):
+        rng = random.Random(seed)
+        drawn, ends = [], []
+        for turn in range(rng.randint(1, 4)):
+            drawn += [False] * (rng.randint(0, 2) if turn else 0) + [True] * rng.randint(1, 3)
+            ends.append(len(drawn))
+        drawn += [False] * (seed % 2)
+        advantages = [rng.gauss(0, 1) for _ in ends]
+        given = torch.tensor(advantages, dtype=DOUBLE), torch.tensor(ends), torch.tensor(drawn)
+        near(ops.of_tokens(*given), loops.of_tokens(advantages, ends, drawn), tolerance=0.0)
+    one, two, four = torch.ones(1), torch.ones(2), torch.ones(4, dtype=torch.bool)
+    assert ops.of_tokens(two, torch.tensor([4, 4]), four).tolist() == [1.0] * 4
+    assert ops.of_tokens(one, torch.tensor([3]), torch.tensor([True] * 3 + [False])).tolist() == [1.0] * 3 + [0.0]
+    refuses("1 ends of turns for 2 advantages", lambda: ops.of_tokens(two, torch.tensor([4]), four))
+    refuses(r"end at \[3, 2\], which does not", lambda: ops.of_tokens(two, torch.tensor([3, 2]), four & False))
+    refuses(r"end at \[5\], which does not divide a response of 4", lambda: ops.of_tokens(one, torch.tensor([5]), four))
+    refuses(r"end at \[3\], which does not", lambda: ops.of_tokens(one, torch.tensor([3]), four))
+
+
+def check_turn_input(ops: ModuleType) -> None:
+    row, two = torch.zeros(2), torch.zeros(2)
+    refuses("not whole groups of 2", lambda: ops.turn_relative([row], torch.zeros(1), 2))
+    refuses("torch.int64", lambda: ops.turn_relative([row, row], torch.zeros(2, dtype=torch.int64), 2))
+    refuses("turn rewards of 1 samples for the rewards of 2", lambda: ops.turn_relative([row], two, 2))
+    refuses("a sample has no turn", lambda: ops.turn_relative([row, torch.zeros(0)], two, 2))
+    refuses("a sample has no turn", lambda: ops.turn_relative([row, torch.zeros(1, 2)], two, 2))
+
+
 def check_zero_spread(ops: ModuleType) -> None:
     reward = torch.tensor([1.0, 1.0, 1.0, 0.5, 0.5, 0.5, 1.0, 1.0, 0.5, 0.5, 1.0, 1.0])
     for size, expected in ((1, 12), (2, 5), (3, 2), (4, 0), (6, 0), (12, 0)):
@@ -183,6 +238,20 @@ def check_cispo(ops: ModuleType) -> None:
                 same(flags, case.flags(bounded))
 
 
+def check_advantages_of_tokens(ops: ModuleType) -> None:
+    """An advantage per token is that of the sample times any factor of the token."""
+    for seed in range(CASES):
+        batch = policies(seed)
+        lp, old, advantage = batch.tensors()
+        factor, mask = batch.case.tensor(batch.case.choices(0.0, 0.5, 2.0), math.nan), batch.case.mask
+        for formula, given in ((ops.clipped_policy_loss, CLIP), (ops.cispo_loss, CLIP), (ops.cispo_loss, (None, 0.3))):
+            wanted, wanted_flags = formula(lp, old, advantage, mask, *given, weight_NT=factor)
+            loss, flags = formula(lp, old, advantage[:, None] * factor, mask, *given)
+            assert torch.equal(loss, wanted) and torch.equal(flags, wanted_flags)
+            twice, _ = formula(lp, old, advantage[:, None] * factor, mask, *given, weight_NT=factor)
+            assert torch.equal(twice, formula(lp, old, advantage, mask, *given, weight_NT=factor * factor)[0])
+
+
 def check_aggregate(ops: ModuleType) -> None:
     for seed in range(CASES):
         case = ragged(seed)
@@ -207,7 +276,7 @@ def check_loss_input(ops: ModuleType) -> None:
     for args in ((other, row, one, mask), (row, other, one, mask), (row, row, one, other), (row, row, two, mask)):
         refuses("are not three times", lambda a=args: ops.clipped_policy_loss(*a, 0.2, 0.2))
         refuses("are not three times", lambda a=args: ops.cispo_loss(*a, 0.2, 0.2))
-    refuses("are not three times", lambda: ops.clipped_policy_loss(row, row, row, mask, 0.2, 0.2))
+    refuses("are not three times", lambda: ops.clipped_policy_loss(row, row, other, mask, 0.2, 0.2))
     refuses("are not three times", lambda: ops.clipped_policy_loss(wide, wide, one, wide, 0.2, 0.2))
     for weight in (other, torch.ones(1), torch.ones(2, 2)):
         refuses("weight of shape", lambda w=weight: ops.clipped_policy_loss(row, row, one, mask, 0, 0, weight_NT=w))
@@ -380,7 +449,14 @@ def check_correction_input(ops: ModuleType) -> None:
 
 
 CHECKS: dict[str, tuple[Callable[[ModuleType], None], ...]] = {
-    "ops.advantage": (check_advantages, check_zero_spread, check_advantage_input),
+    "ops.advantage": (
+        check_advantages,
+        check_turns,
+        check_tokens_of_turns,
+        check_turn_input,
+        check_zero_spread,
+        check_advantage_input,
+    ),
     "ops.loss": (
         check_token_loss,
         check_sequence_loss,
@@ -388,6 +464,7 @@ CHECKS: dict[str, tuple[Callable[[ModuleType], None], ...]] = {
         check_clip_of_zero,
         check_overflow,
         check_cispo,
+        check_advantages_of_tokens,
         check_aggregate,
         check_loss_input,
     ),

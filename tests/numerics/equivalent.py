@@ -11,12 +11,12 @@ _ON_CPU = "on the CPU both ways give the same numbers"
 
 EQUIVALENT: dict[str, dict[str, str]] = {
     "ops.advantage": {
-        "group_relative: reward_G.std(correction=1) -> reward_G.std()": "1 is torch's default; written for the reader",
-        "_each_group: 0 -> -1": "equal rewards are equal to the last one too",
+        "_relative: reward_G.std(correction=1) -> reward_G.std()": "1 is torch's default; written for the reader",
+        "_unless_equal: 0 -> -1": "equal rewards are equal to the last one too",
     },
     "ops.loss": {
-        "clipped_policy_loss: _advantage(logprobs_NT, old_logprobs_NT, advantage_N, mask_NT, weight_NT) -> "
-        "_advantage(old_logprobs_NT, logprobs_NT, advantage_N, mask_NT, weight_NT)": _SHAPES_ONLY,
+        "clipped_policy_loss: _advantage(logprobs_NT, old_logprobs_NT, advantage, mask_NT, weight_NT) -> "
+        "_advantage(old_logprobs_NT, logprobs_NT, advantage, mask_NT, weight_NT)": _SHAPES_ONLY,
         "clipped_policy_loss: log_ratio_NT.detach() -> log_ratio_NT": "it is compared only; detached, it saves memory",
         "clipped_policy_loss: advantage_NT > 0 -> advantage_NT >= 0": "where A is 0 the bound is not used",
         "clipped_policy_loss: torch.where(advantage_NT > 0, ratio_NT > bound_NT, (ratio_NT < bound_NT) & "
@@ -24,8 +24,8 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         "(advantage_NT < 0))": "both are the conjunction where it is true, and the rest is the same",
         "clipped_policy_loss: 0.0 -> 1.0": _TIMES_ZERO,
         "clipped_policy_loss: 0.0 -> -1.0": _TIMES_ZERO,
-        "cispo_loss: _advantage(logprobs_NT, old_logprobs_NT, advantage_N, mask_NT, weight_NT) -> "
-        "_advantage(old_logprobs_NT, logprobs_NT, advantage_N, mask_NT, weight_NT)": _SHAPES_ONLY,
+        "cispo_loss: _advantage(logprobs_NT, old_logprobs_NT, advantage, mask_NT, weight_NT) -> "
+        "_advantage(old_logprobs_NT, logprobs_NT, advantage, mask_NT, weight_NT)": _SHAPES_ONLY,
         "cispo_loss: blank((logprobs_NT - old_logprobs_NT).detach(), mask_NT) -> "
         "(logprobs_NT - old_logprobs_NT).detach()": "a masked entry has advantage 0, whose weight is set to 0",
         "cispo_loss: 0.0 -> 1.0": _TIMES_ZERO,

@@ -13,7 +13,7 @@ Row = list[float]
 Rows = list[Row]
 
 
-# Advantages: GRPO 2402.03300, RLOO 2402.14740, Dr. GRPO 2503.20783.
+# Advantages: GRPO 2402.03300 (per sample and per turn), RLOO 2402.14740, Dr. GRPO 2503.20783.
 
 
 def _groups(rewards: Row, size: int) -> list[Row]:
@@ -43,6 +43,32 @@ def leave_one_out(rewards: Row, size: int) -> Row:
 
 def mean_centred(rewards: Row, size: int) -> Row:
     return [reward - sum(group) / size for group in _groups(rewards, size) for reward in group]
+
+
+def turn_relative(turns: Rows, rewards: Row, size: int, discount: float, eps: float) -> Rows:
+    """The advantage of each turn: process supervision of GRPO, 2402.03300, section 4.1.3."""
+    out: Rows = []
+    for first in range(0, len(rewards), size):
+        group = [
+            [*turns[i][:-1], turns[i][-1] + rewards[i]] for i in range(first, first + size)
+        ]  # the sample's reward is that of its last turn
+        every = [reward for row in group for reward in row]
+        mean = sum(every) / len(every)
+        spread = max(every) - min(every)
+        variance = sum((reward - mean) ** 2 for reward in every) / (len(every) - 1) if spread else 0.0
+        for row in group:
+            normal = [(reward - mean) / (math.sqrt(variance) + eps) if spread else 0.0 for reward in row]
+            out.append([sum(discount ** (v - u) * normal[v] for v in range(u, len(row))) for u in range(len(row))])
+    return out
+
+
+def of_tokens(advantages: Row, ends: Sequence[int], drawn: Sequence[bool]) -> Row:
+    """The advantage of a turn for each token that the policy drew in it."""
+    out = [0.0] * len(drawn)
+    for t, is_drawn in enumerate(drawn):
+        if is_drawn:
+            out[t] = advantages[sum(end <= t for end in ends)]
+    return out
 
 
 # Policy losses: PPO 1707.06347, DAPO 2503.14476, dual clip 1912.09729, GSPO 2507.18071, CISPO 2506.13585.

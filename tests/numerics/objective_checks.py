@@ -69,7 +69,7 @@ class Batch:
             logprobs_NT=tensor(self.new, math.nan)[rows].requires_grad_(),
             old_logprobs_NT=tensor(self.old, math.inf)[rows],
             rollout_logprobs_NT=tensor(self.rollout, math.nan)[rows] if loss.correction is not None else None,
-            advantage_N=torch.tensor(self.advantage, dtype=DOUBLE)[rows],
+            advantage=torch.tensor(self.advantage, dtype=DOUBLE)[rows],
             mask_NT=mask,
             ref_logprobs_NT=tensor(self.ref, -math.inf)[rows] if loss.kl > 0 else None,
             entropy_NT=tensor(self.entropies, math.nan)[rows].requires_grad_(),

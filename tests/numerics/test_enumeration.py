@@ -218,6 +218,7 @@ def test_detached_k1_in_the_reward_has_the_whole_gradient(tokens):
     columns = {"reward": rewards(policy)}
     for name, scorer in (("prev_logprobs", policy), ("ref_logprobs", ref)):
         columns[name] = Ragged.of(list(scorer.logprobs().detach()))
+    columns["token_versions"] = Ragged(torch.zeros(policy.ids_ST.numel(), dtype=torch.int32), columns[name].lengths)
     context = StageContext(group=WorkerGroup("host"), rank=0, seed=0, group_size=1, run_dir=None, shared={})
     groups = tuple(range(len(policy.ids_ST)))
     out = Advantage("reward", kl=beta).setup(context)(columns, Task(stage="advantage", step=0, groups=groups))

@@ -8,7 +8,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from objective_checks import LOSSES
 
-from ops.advantage import group_relative, leave_one_out, mean_centred, zero_spread_groups
+from ops.advantage import group_relative, leave_one_out, mean_centred, turn_relative, zero_spread_groups
 from ops.correction import decoupled, icepop, sequence_mask, truncated_is
 from ops.kl import ESTIMATORS, kl_estimate, kl_k3
 from ops.loss import AGGREGATIONS, LEVELS, aggregate, aggregation_normalizer, cispo_loss, clipped_policy_loss
@@ -115,6 +115,48 @@ def test_advantage_of_a_group_ignores_other_groups_and_sums_to_zero(seed, size, 
         assert abs(float(part.sum())) < 1e-4
         if name == "group_relative":
             assert float(part.std(correction=1)) == pytest.approx(1, abs=1e-4)
+
+
+def turns_of(seed, samples):
+    """Return rewards of one to four turns per sample, and a reward per sample."""
+    generator = torch.Generator().manual_seed(seed)
+    counts = torch.randint(1, 5, (samples,), generator=generator).tolist()
+    return [torch.randn(count, generator=generator, dtype=torch.float64) for count in counts], torch.randn(
+        samples, generator=generator, dtype=torch.float64
+    )
+
+
+@EXAMPLES
+@given(SEEDS, SIZES, st.floats(-50, 50), st.floats(0.1, 50), st.sampled_from([1.0, 0.9, 0.0]))
+def test_advantages_of_turns_ignore_shift_scale_order_and_other_groups(seed, size, shift, scale, discount):
+    turns, reward = turns_of(seed, size * 3)
+
+    def formula(turns, reward):
+        return turn_relative(turns, reward, size, discount, eps=1e-12)
+
+    expected = formula(turns, reward)
+    assert all(torch.equal(*pair) for pair in zip(expected[size:], formula(turns[size:], reward[size:]), strict=True))
+    order = torch.randperm(size, generator=torch.Generator().manual_seed(seed)).tolist()
+    for changed, wanted in (
+        (formula([each * scale + shift for each in turns], reward * scale), expected),
+        (formula([-each for each in turns], -reward), [-each for each in expected]),
+        (formula([turns[i] for i in order], reward[order]), [expected[i] for i in order]),
+        # the sample's reward is one of its last turn
+        (formula([torch.cat([t[:-1], t[-1:] + r]) for t, r in zip(turns, reward)], torch.zeros(size * 3)), expected),
+    ):
+        for one, other in zip(changed, wanted):
+            torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+
+
+@EXAMPLES
+@given(SEEDS, SIZES)
+def test_turns_without_discount_add_up_to_the_relative_rewards_from_each_turn_on(seed, size):
+    turns, reward = turns_of(seed, size)
+    whole, each = (turn_relative(turns, reward, size, discount) for discount in (1.0, 0.0))
+    every = torch.cat(each)
+    assert abs(float(every.sum())) < 1e-9 and float(every.std(correction=1)) == pytest.approx(1, abs=1e-4)
+    for sums, own in zip(whole, each):
+        torch.testing.assert_close(sums, own.flip(0).cumsum(0).flip(0))
 
 
 @EXAMPLES

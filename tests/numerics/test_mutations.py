@@ -152,8 +152,8 @@ HANDWRITTEN = [  # (module, original text that occurs once, replacement)
     ),
     (
         "stages.losses",
-        "return self.logprobs_NT, self.old_logprobs_NT, self.advantage_N, self.mask_NT",
-        "return self.logprobs_NT, self.rollout_logprobs_NT, self.advantage_N, self.mask_NT",
+        "return self.logprobs_NT, self.old_logprobs_NT, self.advantage, self.mask_NT",
+        "return self.logprobs_NT, self.rollout_logprobs_NT, self.advantage, self.mask_NT",
     ),
     (
         "stages.backends.objective",

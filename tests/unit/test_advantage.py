@@ -30,9 +30,20 @@ def graph(*stages):
 def run(stage, rewards, group_size, **columns):
     context = StageContext(group=WorkerGroup("host"), rank=0, seed=0, group_size=group_size, run_dir=None, shared={})
     groups = tuple(range(len(rewards) // group_size))
-    return stage.setup(context)(
-        {"reward": torch.tensor(rewards), **columns}, Task(stage="advantage", step=0, groups=groups)
-    )
+    given = {"reward": torch.tensor(rewards), **columns}
+    if "prev_logprobs" in given:  # the policy drew all tokens, unless said otherwise
+        lengths = given["prev_logprobs"].lengths
+        given.setdefault("token_versions", Ragged(torch.zeros(sum(lengths), dtype=torch.int32), lengths))
+    return stage.setup(context)(given, Task(stage="advantage", step=0, groups=groups))
+
+
+def of_turns(rewards, ends, drawn):
+    """Return the columns of episodes: rows of turn rewards, of turn ends, and of ones for tokens that were drawn."""
+    return {
+        "turn_rewards": Ragged.of([torch.tensor(row) for row in rewards]),
+        "turn_ends": Ragged.of([torch.tensor(row) for row in ends]),
+        "token_versions": Ragged.of([torch.tensor(row, dtype=torch.int32) - 1 for row in drawn]),
+    }
 
 
 def test_advantages_and_metrics():
@@ -65,7 +76,7 @@ def test_kinds(kind, expected):
 
 
 def test_kinds_are_all_tried():
-    assert KINDS == ("group_relative", "rloo", "dr_grpo", "reward")
+    assert KINDS == ("group_relative", "rloo", "dr_grpo", "reward", "turn")
 
 
 def test_rloo_is_the_reward_minus_the_mean_of_the_others():
@@ -103,7 +114,12 @@ def test_a_group_does_not_depend_on_the_groups_beside_it(kind):
             name: Ragged.of(column.rows()[first:last])
             for name, column in (("prev_logprobs", prev), ("ref_logprobs", ref))
         }
-        return run(Advantage(kind, kl=0.1), rewards[first:last], 3, **rows).columns["advantage"]
+        if kind == "turn":
+            lengths = rows["prev_logprobs"].lengths
+            turns = [[0.5 * i] * (1 + i % 3) for i in range(first, last)]
+            rows |= of_turns(turns, [[n] * len(row) for n, row in zip(lengths, turns)], [[1] * n for n in lengths])
+        made = run(Advantage(kind, kl=0.1), rewards[first:last], 3, **rows).columns
+        return made["advantage"] if kind != "turn" else made["token_advantages"].values
 
     assert torch.equal(advantages(0, 24), torch.cat([advantages(i, i + 3) for i in range(0, 24, 3)]))
 
@@ -116,9 +132,36 @@ def test_the_divergence_is_subtracted_from_the_reward():
     assert out.metrics == {"kl_in_reward": 0.75, "zero_spread": 0.0, "abs_mean": 0.625}
 
 
+def test_the_divergence_is_that_of_drawn_tokens():
+    prev, ref = Ragged(torch.tensor([-1.0, -9.0, -2.0]), (3,)), Ragged(torch.tensor([-2.0, -1.0, -2.5]), (3,))
+    versions = Ragged(torch.tensor([4, -1, 5], dtype=torch.int32), (3,))
+    out = run(Advantage("reward", kl=1.0), [1.0], 1, prev_logprobs=prev, ref_logprobs=ref, token_versions=versions)
+    assert out.columns["advantage"].tolist() == [1.0 - 1.5] and out.metrics["kl_in_reward"] == 1.5
+
+
+def test_advantages_of_turns():
+    """Of three turns with the rewards 1, 2 + 1 and 2; the discount halves the second one for the first turn."""
+    columns = of_turns([[1.0, 2.0], [2.0]], [[2, 5], [1]], [[1, 1, 0, 1, 1], [1, 0]])
+    out = run(Advantage("turn", discount=0.5), [1.0, 0.0], 2, **columns)
+    found = out.columns["token_advantages"]
+    assert list(out.columns) == ["token_advantages"] and found.values.dtype == torch.float32
+    expected = [-1.0 + 0.5, -1.0 + 0.5, 0.0, 1.0, 1.0, 0.0, 0.0]
+    torch.testing.assert_close(found.values, torch.tensor(expected), rtol=1e-5, atol=0)
+    assert found.lengths == (5, 2)
+    assert out.metrics == {"zero_spread": 0.0, "abs_mean": pytest.approx(0.5, rel=1e-5)}
+    equal = run(Advantage("turn"), [0.1, 0.1] * 2, 2, **of_turns([[0.2], [0.2]] * 2, [[1]] * 4, [[1]] * 4))
+    assert equal.columns["token_advantages"].values.tolist() == [0.0] * 4
+    assert equal.metrics == {"zero_spread": 1.0, "abs_mean": 0.0}
+
+
 def test_the_divergence_reads_both_logprobs():
-    assert [field.name for field in Advantage(kl=0.1).reads] == ["reward", "prev_logprobs", "ref_logprobs"]
+    assert [field.name for field in Advantage(kl=0.1).reads] == [
+        "reward", "prev_logprobs", "ref_logprobs", "token_versions",
+    ]  # fmt: skip
     assert [field.name for field in Advantage().reads] == ["reward"]
+    turns = ["reward", "turn_rewards", "turn_ends", "token_versions"]
+    assert [field.name for field in Advantage("turn").reads] == turns
+    assert [field.name for field in Advantage("turn", kl=0.1).reads] == [*turns, "prev_logprobs", "ref_logprobs"]
 
 
 @pytest.mark.parametrize(
@@ -150,11 +193,18 @@ def test_problems():
     stage = Advantage("gae", eps=0, kl=-1)
     kind, eps, kl = stage.check(graph(Maker(), stage))
     assert str(kind) == (
-        f"{stage.location}: unknown kind of advantage 'gae'; known kinds are group_relative, rloo, dr_grpo, reward. "
-        'Fix: write Advantage("group_relative")'
+        f"{stage.location}: unknown kind of advantage 'gae'; known kinds are group_relative, rloo, dr_grpo, reward, "
+        'turn. Fix: write Advantage("group_relative")'
     )
     assert eps.what == "eps=0"
     assert str(kl).endswith("kl=-1; the KL weight must be a number, 0 (none) or more. Fix: write kl=0.0")
+    (unused,) = Advantage("rloo", discount=0.9).check(graph(Maker()))
+    assert str(unused).endswith(
+        "Advantage('rloo') has discount=0.9; a discount is that of later turns. "
+        'Fix: write Advantage("turn", discount=0.9)'
+    )
+    for bad in ("0.1", None, True, 1.5, -0.1, math.nan):
+        assert [problem.what for problem in Advantage("turn", discount=bad).check(graph())] == [f"discount={bad!r}"]
     for bad in ("0.1", None, True, math.inf, math.nan):
         assert [problem.what for problem in Advantage(kl=bad).check(graph(Maker()))] == [f"kl={bad!r}"]
     (warning,) = Advantage("rloo").check(graph())

@@ -43,11 +43,11 @@ def scored(fill: float = float("nan"), drift: float = 0.4) -> Scored:
     columns["entropy_NT"] = -columns["entropy_NT"]
     for name in ("logprobs_NT", "entropy_NT"):
         columns[name].requires_grad_()
-    return Scored(advantage_N=advantage, mask_NT=mask, **columns)
+    return Scored(advantage=advantage, mask_NT=mask, **columns)
 
 
 def rows(given: Scored, part: slice) -> Scored:
-    names = (*COLUMNS, "advantage_N", "mask_NT")
+    names = (*COLUMNS, "advantage", "mask_NT")
     return Scored(**{name: getattr(given, name)[part] for name in names})
 
 
@@ -254,9 +254,19 @@ def test_corrections_weigh_the_policy_loss_by_prev_over_rollout(loss, policy, co
 
 
 def test_a_correction_does_not_weigh_the_kl_and_the_entropy():
-    given = replace(scored(), advantage_N=torch.zeros(N, dtype=torch.float64))
+    given = replace(scored(), advantage=torch.zeros(N, dtype=torch.float64))
     plain, corrected = (replace(EVERYTHING, correction=one) for one in (None, IcePop(low=1.0, high=1.0)))
     assert run(plain, given)[0] == run(corrected, given)[0] != 0.0
+
+
+@pytest.mark.parametrize("loss", [EVERYTHING, CispoLoss(correction=IcePop()), ClippedLoss(ratio="sequence")])
+def test_advantages_of_tokens_are_those_of_their_samples_to_the_bit(loss):
+    given = scored()
+    own = replace(given, advantage=given.advantage_NT.masked_fill(~given.mask_NT, float("nan")))
+    (value, sums, gradient), (value_own, sums_own, gradient_own) = run(loss, given), run(loss, own)
+    assert (value, sums) == (value_own, sums_own) and torch.equal(gradient, gradient_own)
+    with pytest.raises(AttributeError, match=r"there is no scored\.advantage_N"):
+        own.advantage_N  # noqa: B018
 
 
 def test_kl_and_entropy_of_weight_0_are_metrics_only():
