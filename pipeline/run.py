@@ -24,6 +24,7 @@ from pipeline import view
 from pipeline.cli import console
 from pipeline.cli.choice import choose, print_choice
 from pipeline.cli.command import Parser, above_0, end, exit_code, graph_named, natural
+from pipeline.cli.episode import replay_episode
 from pipeline.cli.executor_flags import add_executor_flags, executor_problems, executor_words
 from pipeline.cli.flags import add_flags, given_in, spelled
 from pipeline.cli.foretold import add_assumptions, add_on, assumed_in, foretold, gpus_of, print_memory
@@ -89,6 +90,10 @@ def _main(argv: list[str]) -> int:
     if first.list is not None:
         print_list(_runs_in(first.list))
         return 0
+    if (first.episode or first.live) and not (first.episode and first.replay):
+        where, what = ("--episode", "--replay RUN") if first.episode else ("--live", "--replay RUN --episode ...")
+        why, fix = "an episode is played again from the record of its run", f"add {what}"
+        raise GraphError(Problem(where=where, what=f"{what} is missing", why=why, fix=fix))
     if named is None:
         _parser(add_help=True).parse_args(argv)
         raise GraphError(
@@ -135,7 +140,7 @@ def _main(argv: list[str]) -> int:
             print_memory(made, gpus)
         return 0
     if options.replay:
-        return _replay(graph, Path(options.replay))
+        return _replay(graph, Path(options.replay), options.episode, live=options.live)
     return _run(_Asked(here, argv, options, file, graph, planned, values, record), started_s)
 
 
@@ -157,8 +162,14 @@ def _parser(*, add_help: bool) -> Parser:
         "--plan", action="store_true", help="draw the graph, its placement and the data on its edges, and stop"
     )
     what.add_argument(
-        "--replay", metavar="FOLDER", help="run a failed task again on its saved inputs (RUN/failures/...)"
+        "--replay",
+        metavar="FOLDER",
+        help="run a failed task again on its saved inputs (RUN/failures/...), or an episode of a run (--episode)",
     )
+    parser.add_argument(
+        "--episode", metavar="STEP/GROUP/SAMPLE", help="with --replay RUN: play this kept episode of the run again"
+    )
+    parser.add_argument("--live", action="store_true", help="with --episode: also sample it again")
     what.add_argument("--resume", nargs="?", const="last", metavar="STEP", help="resume from a checkpoint in --run-dir")
     parser.add_argument("--run-dir", metavar="DIR", help="where the run is recorded; default: a new folder in runs/")
     add_executor_flags(parser)
@@ -195,9 +206,13 @@ def _runs_in(folder: str) -> Path:
     return Path(folder)
 
 
-def _replay(graph: Graph, folder: Path) -> int:
+def _replay(graph: Graph, folder: Path, episode: str | None, *, live: bool) -> int:
     from pipeline.executors import replay
 
+    if episode is not None:
+        lines, same = replay_episode(graph, folder, episode, live=live)
+        print("\n".join(lines))
+        return 0 if same else 1
     why, fix = "the failed run wrote the saved inputs completely", "replay another failure, or run the graph again"
     with readable(f"--replay {folder}", GraphError, why=why, fix=fix):
         task, columns = replay.load_inputs(folder)

@@ -183,6 +183,15 @@ class Reward(Stage):
                 "omit them",
             )
 
+    def replayed(self, sample: Mapping[str, Any], context: StageContext, *, live: bool) -> tuple[list[str], bool]:
+        """Score a kept sample again. Returns the rewards, and whether they are as before."""
+        made: Any = self.setup(context)(
+            {one.name: [sample[one.name]] for one in self.reads}, Task(stage=self.name, step=0)
+        )
+        found = {name: float(column[0]) for name, column in made.columns.items()}
+        lines = [f"its reward: {name} is {value:g}, and was {sample[name]:g}" for name, value in found.items()]
+        return lines, all(abs(value - sample[name]) < 1e-3 for name, value in found.items())
+
     def setup(self, context: StageContext) -> Callable[[Columns, Task], Output]:
         """Open the functions that need it, such as math-verify's processes. The runner calls each on each sample."""
         import torch

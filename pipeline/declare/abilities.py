@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from pipeline.declare.fields import Field
 from pipeline.declare.task import StageContext
@@ -63,6 +63,15 @@ class ReportsAs(Protocol):
     """`reports_as` begins the names of metrics that a stage returns, besides its own name: "eval" of `Evaluate`."""
 
     reports_as: str
+
+
+@runtime_checkable
+class Replays(Protocol):
+    """A stage that makes a kept sample again, or judges it again."""
+
+    def replayed(self, sample: Mapping[str, Any], context: StageContext, *, live: bool) -> tuple[list[str], bool]:
+        """Return lines that say how it went, and whether it went as before. With `live`, a stage that samples does that
+        too. `sample` are the kept fields, with its `key`."""
 
 
 def stamped_by(stage: object) -> Field | None:

@@ -115,7 +115,19 @@ def run_again(graph: Graph, folder: Path, task: Task, columns: Columns) -> Outpu
         )
     group = stage.groups()[0] if stage.groups() else graph.host
     _check_interpreter(group, folder)
-    context = StageContext(
+    context = context_of(graph, group)
+    try:
+        return _run(graph, stage, stage.setup(context), task, columns)
+    except Exception as error:
+        if not isinstance(error, SluiceError) and not user_line(error):
+            traceback.print_exception(error)
+        when = f"failed again at step {task.step + 1}"
+        raise user_error(error, stage=stage.name, where=str(stage.location), when=when) from error
+
+
+def context_of(graph: Graph, group: WorkerGroup) -> StageContext:
+    """The context of a stage that runs on its own, in this process."""
+    return StageContext(
         group=group,
         rank=0,
         seed=graph.schedule.seed,
@@ -125,13 +137,6 @@ def run_again(graph: Graph, folder: Path, task: Task, columns: Columns) -> Outpu
         steps=graph.schedule.steps,
         max_staleness=graph.schedule.max_staleness,
     )
-    try:
-        return _run(graph, stage, stage.setup(context), task, columns)
-    except Exception as error:
-        if not isinstance(error, SluiceError) and not user_line(error):
-            traceback.print_exception(error)
-        when = f"failed again at step {task.step + 1}"
-        raise user_error(error, stage=stage.name, where=str(stage.location), when=when) from error
 
 
 def _check_interpreter(group: WorkerGroup, folder: Path) -> None:

@@ -481,7 +481,7 @@ class Scheduler:
             what=f"stage {gate.stage!r} dropped {len(faults)} of the {sampled} groups sampled "
             f"for step {step.number + 1} since something failed: {_counted(faults)}; the last one is group {last[-1]}",
             why=f"at most {gate.most_faults:.0%} of a step may fail, so that a run does not go on with what is left",
-            fix="mend what failed, whose output is in logs/ of the run, or allow more",
+            fix="correct what failed, whose output is in logs/ of the run, or allow more",
         )
 
     def _exhausted(self, step: Step) -> Problem:

@@ -18,7 +18,7 @@ from pipeline import Graph, Model, Output, Stage, StageContext, Task, WorkerGrou
 from pipeline.declare.columns import Columns, plain_values
 from pipeline.declare.parameters import at_least, broken, number
 from pipeline.errors import Problem, shown
-from stages.backends import Sampling, engine
+from stages.backends import engine
 from stages.episode.environment import Deadlines, Tool
 from stages.model_shape import length_problems
 from stages.rollout import SAMPLING_RULES, check_event, opened_sampler, sampling_of, sampling_problems
@@ -40,7 +40,7 @@ from stages.vocabulary import (
 if TYPE_CHECKING:
     from stages.episode.attempts import Places
     from stages.episode.play import Play, Played
-    from stages.episode.turns import TurnSampler
+    from stages.episode.turns import EpisodeName, TurnSampler
 
 LOOK_S = 0.1  # between two looks for cancelled groups
 ENDS = ("answered", "turns", "tokens", "deadline", "rewritten", "failed", "lost")  # that have a metric
@@ -91,7 +91,7 @@ class TurnStage(Stage, ABC):
     reads_back = (SERVED_WEIGHTS,)
     stamps = TOKEN_VERSIONS
     per = "group"
-    shows = (RESPONSE_IDS, ROLLOUT_LOGPROBS, TURN_ENDS, TURN_REWARDS)
+    shows = (RESPONSE_IDS, ROLLOUT_LOGPROBS, TOKEN_VERSIONS, TURN_ENDS, TURN_REWARDS)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "group_size", self.samples_per_prompt)
@@ -177,14 +177,23 @@ class TurnStage(Stage, ABC):
         """The bytes of each token of the model's tokenizer, by id."""
         return engine(context).pieces(self.model)
 
-    def played(self, backend: Any, context: StageContext, rows: Sequence[Mapping[str, Any]]) -> list[Played]:
-        """Play an episode for each row, with the most probable tokens."""
+    def played(
+        self,
+        backend: Any,
+        context: StageContext,
+        rows: Sequence[Mapping[str, Any]],
+        names: Sequence[EpisodeName] | None = None,
+        *,
+        greedy: bool = True,
+    ) -> list[Played]:
+        """Play an episode for each row, with the most probable tokens, or with those that are drawn for an episode of
+        its name."""
+        from stages.episode.turns import EpisodeName
 
         async def run() -> list[Played]:
-            given = [(i, 0, row) for i, row in enumerate(rows)]
-            turns, plays = self._begun(
-                backend, context, replace(sampling_of(self, self.turn_tokens), greedy=True), given, 0
-            )
+            of = names or [EpisodeName(i, 0) for i in range(len(rows))]
+            turns = self._turns(backend, context, 0, greedy=greedy)
+            plays = self.plays(backend, context, turns, of, rows, joins=_joins(context))
             try:
                 return await _all(plays)
             finally:
@@ -192,53 +201,64 @@ class TurnStage(Stage, ABC):
 
         return asyncio.run(run())
 
-    def _begun(
-        self,
-        backend: Any,
-        context: StageContext,
-        sampling: Sampling,
-        rows: Sequence[tuple[int, int, Mapping[str, Any]]],
-        version: int,
-    ) -> tuple[TurnSampler, list[Play]]:
-        """Episodes that are to be played: of a group, a sample and a row each."""
-        from stages.episode.conversation import Conversations
-        from stages.episode.doors import Doors
-        from stages.episode.play import Play
-        from stages.episode.turns import EpisodeName, TurnSampler
+    def _turns(self, backend: Any, context: StageContext, version: int, *, greedy: bool = False) -> TurnSampler:
+        from stages.episode.turns import TurnSampler
 
-        described, places = context.group.description, self.places(context)
-        joins = bool(described and described.joins)
-        names = [EpisodeName(group, sample) for group, sample, _ in rows]
-        turns = TurnSampler(
+        return TurnSampler(
             backend,
             self.model,
-            sampling,
+            replace(sampling_of(self, self.turn_tokens), greedy=greedy),
             seed=context.seed,
             version=version,
-            joins=joins,
+            joins=_joins(context),
             check=lambda event: check_event(event, backend.served_version(self.model, version)),
             unwanted=lambda group: group in context.cancelled,
         )
+
+    def plays(
+        self,
+        backend: Any,
+        context: StageContext,
+        turns: Any,
+        names: Sequence[EpisodeName],
+        rows: Sequence[Mapping[str, Any]],
+        *,
+        joins: bool,
+    ) -> list[Play]:
+        """Episodes that are to be played, of a row each; `turns` samples them, and `backend` writes their texts."""
+        from stages.episode.conversation import Conversations
+        from stages.episode.doors import Doors
+        from stages.episode.play import Play
+
         written = Conversations(backend, self.model, chat=self.is_chat, tools=self.tools)
         doors = Doors(turns, names, most=self.most_open, joins=joins)
-        plays = [
-            Play(self, name, row, turns, doors, written, places, context.seed)
-            for name, (_, _, row) in zip(names, rows, strict=True)
+        places, asked = self.places(context), [made.name for made in self.reads]
+        return [
+            Play(self, name, {of: row[of] for of in asked}, turns, doors, written, places, context.seed)
+            for name, row in zip(names, rows, strict=True)
         ]
-        return turns, plays
+
+    def replayed(self, sample: Mapping[str, Any], context: StageContext, *, live: bool) -> tuple[list[str], bool]:
+        """Play a kept episode with its recorded replies and, if `live`, sample it again. Returns lines that say how it
+        went, and whether the first went as before."""
+        from stages.episode import replay
+
+        lines, same = replay.replayed(self, sample, context)
+        return [*lines, *(replay.live(self, sample, context) if live else ())], same
 
     async def _run(
         self, backend: Any, columns: Columns, task: Task, context: StageContext
     ) -> AsyncGenerator[Output, None]:
         from stages.episode.play import played_columns
+        from stages.episode.turns import EpisodeName
 
         size = context.group_size
         plain = {made.name: plain_values(columns[made.name]) for made in self.reads}
-        rows = [
-            (task.groups[i // size], i % size, {name: values[i] for name, values in plain.items()})
-            for i in range(len(task.groups) * size)
-        ]
-        turns, plays = self._begun(backend, context, sampling_of(self, self.turn_tokens), rows, task.version)
+        samples = range(len(task.groups) * size)
+        names = [EpisodeName(task.groups[i // size], i % size) for i in samples]
+        rows = [{name: values[i] for name, values in plain.items()} for i in samples]
+        turns = self._turns(backend, context, task.version)
+        plays = self.plays(backend, context, turns, names, rows, joins=_joins(context))
         groups = {
             position: asyncio.ensure_future(_all(plays[position * size : (position + 1) * size]))
             for position in range(len(task.groups))
@@ -261,6 +281,11 @@ class TurnStage(Stage, ABC):
                 running.cancel()
             await asyncio.gather(*groups.values(), return_exceptions=True)
             await turns.close()
+
+
+def _joins(context: StageContext) -> bool:
+    """Whether the worker's engine takes further samples into a running batch."""
+    return bool(context.group.description and context.group.description.joins)
 
 
 async def _all(plays: Sequence[Play]) -> list[Played]:

@@ -6,11 +6,11 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from stages.episode.endpoint.asked import (
+from stages.episode.endpoint.requests import (
     Answered,
-    Asked,
     BadRequestError,
     Message,
+    TurnRequest,
     assistant,
     listed,
     refuse,
@@ -27,14 +27,14 @@ _ALLOWED = {"stop_sequences": (), "tool_choice": ({"type": "auto"},)}
 class AnthropicApi:
     """Requests and answers of POST /v1/messages."""
 
-    def asked(self, body: Mapping[str, Any]) -> Asked:
+    def asked(self, body: Mapping[str, Any]) -> TurnRequest:
         """Read a request. Raises BadRequestError."""
         refuse(body, _ALLOWED)
         system = text_of(body.get("system"))
         messages: list[Message] = [{"role": "system", "content": system}] if system else []
         for message in listed(body, "messages"):
             messages += _messages(message)
-        return Asked(
+        return TurnRequest(
             messages=messages,
             tools=[_tool(tool) for tool in listed(body, "tools")],
             most=whole(body, "max_tokens"),
@@ -43,14 +43,14 @@ class AnthropicApi:
             model=str(body.get("model", "")),
         )
 
-    def answer(self, asked: Asked, answered: Answered) -> dict[str, Any]:
+    def answer(self, asked: TurnRequest, answered: Answered) -> dict[str, Any]:
         """A message."""
         made = _head(asked, answered)
         made["content"], made["stop_reason"] = _blocks(asked, answered), _reason(asked, answered)
         made["usage"]["output_tokens"] = answered.reply.drawn
         return made
 
-    def events(self, asked: Asked, answered: Answered) -> bytes:
+    def events(self, asked: TurnRequest, answered: Answered) -> bytes:
         """The events of a message."""
         return b"".join(streamed(event, event["type"]) for event in _events(asked, answered))
 
@@ -59,7 +59,7 @@ class AnthropicApi:
         return {"type": "error", "error": {"type": "invalid_request_error", "message": text}}
 
 
-def _events(asked: Asked, answered: Answered) -> Iterator[dict[str, Any]]:
+def _events(asked: TurnRequest, answered: Answered) -> Iterator[dict[str, Any]]:
     yield {"type": "message_start", "message": _head(asked, answered)}
     for index, block in enumerate(_blocks(asked, answered)):
         if block["type"] == "text":
@@ -99,7 +99,7 @@ def _tool(given: dict[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": {"name": tool_name(given.get("name")), **described, "parameters": schema}}
 
 
-def _blocks(asked: Asked, answered: Answered) -> list[dict[str, Any]]:
+def _blocks(asked: TurnRequest, answered: Answered) -> list[dict[str, Any]]:
     text, calls = spoken(answered.reply, asked.tools)
     uses = [
         {"type": "tool_use", "id": f"toolu_{answered.number}_{i}", "name": call.name, "input": call.arguments}
@@ -108,7 +108,7 @@ def _blocks(asked: Asked, answered: Answered) -> list[dict[str, Any]]:
     return [*([{"type": "text", "text": text}] if text else []), *uses]
 
 
-def _head(asked: Asked, answered: Answered) -> dict[str, Any]:
+def _head(asked: TurnRequest, answered: Answered) -> dict[str, Any]:
     return {
         "id": f"msg_{answered.number}", "type": "message", "role": "assistant", "model": asked.model, "content": [],
         "stop_reason": None, "stop_sequence": None,
@@ -116,6 +116,6 @@ def _head(asked: Asked, answered: Answered) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _reason(asked: Asked, answered: Answered) -> str:
+def _reason(asked: TurnRequest, answered: Answered) -> str:
     _, calls = spoken(answered.reply, asked.tools)
     return "tool_use" if calls else "max_tokens" if answered.reply.truncated else "end_turn"

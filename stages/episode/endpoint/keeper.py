@@ -51,7 +51,7 @@ class EndedCommand(msgspec.Struct, frozen=True):
     errors: str
 
 
-class Keeper:
+class CommandKeeper:
     """Starts and ends commands for the other end of the connection."""
 
     def __init__(self, folder: Path) -> None:
@@ -141,7 +141,7 @@ def main() -> None:
     children.adopt()
     folder = Path(tempfile.mkdtemp(prefix="sluice-endpoint-"))
     try:
-        asyncio.run(Keeper(folder).serve(socket.socket(fileno=int(sys.argv[1]))))
+        asyncio.run(CommandKeeper(folder).serve(socket.socket(fileno=int(sys.argv[1]))))
     finally:
         children.end_all()
         shutil.rmtree(folder, ignore_errors=True)

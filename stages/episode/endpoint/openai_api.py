@@ -7,11 +7,11 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from stages.episode.endpoint.asked import (
+from stages.episode.endpoint.requests import (
     Answered,
-    Asked,
     BadRequestError,
     Message,
+    TurnRequest,
     assistant,
     listed,
     refuse,
@@ -32,11 +32,11 @@ _ROLES = {"system": "system", "developer": "system", "user": "user", "tool": "to
 class OpenAIApi:
     """Requests and answers of POST /v1/chat/completions."""
 
-    def asked(self, body: Mapping[str, Any]) -> Asked:
+    def asked(self, body: Mapping[str, Any]) -> TurnRequest:
         """Read a request. Raises BadRequestError."""
         refuse(body, _ALLOWED)
         options = body.get("stream_options")
-        return Asked(
+        return TurnRequest(
             messages=[_message(message) for message in listed(body, "messages")],
             tools=[_tool(tool) for tool in listed(body, "tools")],
             most=whole(body, "max_completion_tokens") or whole(body, "max_tokens"),
@@ -45,7 +45,7 @@ class OpenAIApi:
             model=str(body.get("model", "")),
         )
 
-    def answer(self, asked: Asked, answered: Answered) -> dict[str, Any]:
+    def answer(self, asked: TurnRequest, answered: Answered) -> dict[str, Any]:
         """A chat completion."""
         text, calls = _said(asked, answered)
         message: dict[str, Any] = {"role": "assistant", "content": text or (None if calls else ""), "refusal": None}
@@ -54,7 +54,7 @@ class OpenAIApi:
         choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": _reason(answered, calls)}
         return _head(asked, answered, "chat.completion") | {"choices": [choice], "usage": _usage(answered)}
 
-    def events(self, asked: Asked, answered: Answered) -> bytes:
+    def events(self, asked: TurnRequest, answered: Answered) -> bytes:
         """The chunks of a chat completion: the message, the reason of its end, and the tokens if they are asked for."""
         text, calls = _said(asked, answered)
         delta: dict[str, Any] = {"role": "assistant", "content": text}
@@ -103,7 +103,7 @@ def _tool(given: dict[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def _said(asked: Asked, answered: Answered) -> tuple[str, list[dict[str, Any]]]:
+def _said(asked: TurnRequest, answered: Answered) -> tuple[str, list[dict[str, Any]]]:
     text, calls = spoken(answered.reply, asked.tools)
     return text, [
         {
@@ -115,7 +115,7 @@ def _said(asked: Asked, answered: Answered) -> tuple[str, list[dict[str, Any]]]:
     ]
 
 
-def _head(asked: Asked, answered: Answered, kind: str) -> dict[str, Any]:
+def _head(asked: TurnRequest, answered: Answered, kind: str) -> dict[str, Any]:
     return {"id": f"chatcmpl-{answered.number}", "object": kind, "created": int(time.time()), "model": asked.model}
 
 

@@ -9,8 +9,8 @@ import msgspec
 from aiohttp import web
 
 from stages.episode.endpoint.anthropic_api import AnthropicApi
-from stages.episode.endpoint.asked import Api, BadRequestError
 from stages.episode.endpoint.openai_api import OpenAIApi
+from stages.episode.endpoint.requests import Api, BadRequestError
 from stages.episode.endpoint.session import Session, SessionOverError
 
 HOST = "127.0.0.1"
@@ -26,8 +26,8 @@ class EndpointServer:
         self.sessions: dict[str, Session] = {}
         self.port = 0
         app = web.Application(client_max_size=MOST_BYTES)
-        app.router.add_post("/v1/chat/completions", _Route(self.sessions, OpenAIApi()).answer)
-        app.router.add_post("/v1/messages", _Route(self.sessions, AnthropicApi()).answer)
+        app.router.add_post("/v1/chat/completions", _ApiRoute(self.sessions, OpenAIApi()).answer)
+        app.router.add_post("/v1/messages", _ApiRoute(self.sessions, AnthropicApi()).answer)
         app.router.add_get("/v1/models", _models)
         self._runner = web.AppRunner(app, access_log=None)
 
@@ -43,7 +43,7 @@ class EndpointServer:
         await self._runner.cleanup()
 
 
-class _Route:
+class _ApiRoute:
     """One API's path."""
 
     def __init__(self, sessions: dict[str, Session], api: Api) -> None:

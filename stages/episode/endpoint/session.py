@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
-from stages.episode.endpoint.asked import Answered, Asked, Message, said_by
+from stages.episode.endpoint.requests import Answered, Message, TurnRequest, said_by
 from stages.episode.environment import Reply
 
 REWRITTEN = "rewritten"
@@ -19,7 +19,7 @@ class SessionOverError(Exception):
 class NextRequest:
     """A request that continues the episode, and the messages that it adds."""
 
-    asked: Asked
+    asked: TurnRequest
     added: list[Message]
 
 
@@ -39,12 +39,12 @@ class Session:
 
     events: asyncio.Queue[NextRequest | CommandEnded | str] = field(default_factory=asyncio.Queue)
     _said: list[Message] = field(default_factory=list)
-    _last: Asked | None = None
+    _last: TurnRequest | None = None
     _answer: asyncio.Future[Answered] | None = None
     _turns: int = 0
     _over: str = ""
 
-    async def ask(self, asked: Asked) -> Answered:
+    async def ask(self, asked: TurnRequest) -> Answered:
         """The policy's turn. The same request again gets the same answer. Raises SessionOverError."""
         if self._over:
             raise SessionOverError(self._over)
@@ -71,12 +71,12 @@ class Session:
         self._turns += 1
 
     def end(self) -> None:
-        """The episode is over: whoever waits is told so."""
+        """The episode is over, and so is what waits for it."""
         self._over = self._over or "the episode of this key is over"
         if self._answer is not None:
             self._answer.cancel()
 
-    def _added(self, asked: Asked) -> list[Message] | None:
+    def _added(self, asked: TurnRequest) -> list[Message] | None:
         """The messages that a request adds to the conversation; None if it does not continue it."""
         if self._last is None:
             return asked.messages or None

@@ -22,7 +22,7 @@ class BadRequestError(Exception):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class TurnRequest:
     """A request for one turn: all messages so far, the tools as schemas, and the most tokens (0: no limit). The rest is
     how it wants its answer: as a stream, with the number of tokens, and under which name of the model."""
 
@@ -33,7 +33,7 @@ class Asked:
     counts: bool
     model: str
 
-    def is_same(self, other: Asked) -> bool:
+    def is_same(self, other: TurnRequest) -> bool:
         """Whether the same turn is asked for, as when a client repeats a request whose answer it did not get."""
         return self.messages == other.messages and self.tools == other.tools
 
@@ -49,13 +49,13 @@ class Answered:
 class Api(Protocol):
     """The form of requests and answers of one API."""
 
-    def asked(self, body: Mapping[str, Any]) -> Asked:
+    def asked(self, body: Mapping[str, Any]) -> TurnRequest:
         """Read a request. Raises BadRequestError."""
 
-    def answer(self, asked: Asked, answered: Answered) -> dict[str, Any]:
+    def answer(self, asked: TurnRequest, answered: Answered) -> dict[str, Any]:
         """The body of an answer."""
 
-    def events(self, asked: Asked, answered: Answered) -> bytes:
+    def events(self, asked: TurnRequest, answered: Answered) -> bytes:
         """An answer as server-sent events."""
 
     def error(self, status: int, text: str) -> dict[str, Any]:

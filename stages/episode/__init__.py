@@ -1,0 +1,1 @@
+"""Episodes: samples of several turns, of a policy with an environment or a program."""
