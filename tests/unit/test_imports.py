@@ -95,7 +95,7 @@ def flags_of(recipe, folder):
     for name in ("train", "test"):
         (folder / f"{name}.jsonl").write_text('{"prompt": "1+1=", "answer": "2", "question": "1+1="}\n')
     defaults = {flag.name: flag.default for flag in load(REPOSITORY / "graphs" / recipe).flags}
-    if "data" not in defaults:
+    if not defaults.get("data"):
         return []
     return ["--data", str(folder / "train.jsonl" if defaults["data"].endswith(".jsonl") else folder)]
 
