@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
+from pipeline.declare.times import SampleTimes
 from stages.episode.environment import Deadlines, End, Messages, Reply, Said
 from stages.episode.processes import EnvironmentFailedError, EnvironmentProcess, Processes
 from stages.vocabulary import LOST
@@ -38,9 +39,10 @@ class Attempts:
         seed: tuple[int, ...],
         deadlines: Deadlines,
         retries: int,
+        times: SampleTimes | None = None,
     ) -> None:
         self._processes, self._number, self._row, self._seed = processes, processes.number(), dict(row), seed
-        self._deadlines, self._left = deadlines, retries
+        self._deadlines, self._left, self._times = deadlines, retries, times
         self._place: EnvironmentProcess | None = None
         self._own = False  # whether the process is this episode's alone
         self._turns: list[tuple[Reply, Messages]] = []  # that were answered
@@ -86,7 +88,7 @@ class Attempts:
             return
         if self._processes.closes:
             with suppress(EnvironmentFailedError):
-                await place.ask("close", self._number, self._deadlines.close_s)
+                await place.ask("close", self._number, self._deadlines.close_s, self._times)
             place.episodes.discard(self._number)
             if self._own:
                 place.kill()
@@ -104,7 +106,7 @@ class Attempts:
         self._place = self._processes.fresh() if self._own else self._processes.place()
         self._place.episodes.add(self._number)
         asked = {"row": self._row, "seed": self._seed}
-        answer = await self._place.ask("open", self._number, self._deadlines.open_s, **asked)
+        answer = await self._place.ask("open", self._number, self._deadlines.open_s, self._times, **asked)
         assert answer.said is not None
         return answer.said
 
@@ -118,7 +120,7 @@ class Attempts:
 
     async def _asked_turn(self, reply: Reply) -> Messages | End:
         assert self._place is not None
-        answer = await self._place.ask("turn", self._number, self._deadlines.turn_s, reply=reply)
+        answer = await self._place.ask("turn", self._number, self._deadlines.turn_s, self._times, reply=reply)
         return answer.returned
 
     def _again(self, error: EnvironmentFailedError) -> None:

@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Any
 from pipeline import Graph, Model, Output, Stage, StageContext, Task, WorkerGroup
 from pipeline.declare.columns import Columns, plain_values
 from pipeline.declare.parameters import at_least, broken, number
+from pipeline.declare.times import ENVIRONMENT
 from pipeline.errors import Problem, shown
 from stages.backends import Sampling, engine
-from stages.episode.environment import Deadlines, Environment
+from stages.episode.environment import Deadlines, Environment, has_coroutines
 from stages.model_shape import length_problems
 from stages.rollout import SAMPLING_RULES, check_event, opened_sampler, sampling_of, sampling_problems
 from stages.vocabulary import (
@@ -256,11 +257,15 @@ class Episode(Stage):
                     running.cancel()
                     await asyncio.gather(running, return_exceptions=True)
                     longest = max(play.tokens for play in plays[position * size : (position + 1) * size])
-                    yield Output(cancelled={position: longest})
+                    times = {i: plays[i].times for i in range(position * size, (position + 1) * size)}
+                    yield Output(cancelled={position: longest}, times=times)
                 for position in [position for position, running in groups.items() if running.done()]:
                     made = groups.pop(position).result()
                     index = list(range(position * size, (position + 1) * size))
-                    yield Output(columns=played_columns(made), metrics=_metrics(made), index=index)
+                    times = {i: plays[i].times for i in index}
+                    at_once = {} if has_coroutines(self.environment) else {ENVIRONMENT: self.environments}
+                    columns, metrics = played_columns(made), _metrics(made)
+                    yield Output(columns=columns, metrics=metrics, index=index, times=times, at_once=at_once)
         finally:
             for running in groups.values():
                 running.cancel()

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -198,9 +199,43 @@ def test_coroutines_of_one_process_run_at_the_same_time(worker: Worker) -> None:
     assert set(made["end"]) == {"answered"} and time.monotonic() - begun_s < 8.0, "80 times 0.4 s are 32 s"
 
 
+def parts_in(outputs: list[Output]) -> dict[int, list[tuple[str, float, float]]]:
+    """The parts of each sample's time."""
+    found = {}
+    for i, times in [item for output in outputs for item in output.times.items()]:
+        starts = [times.start_s, *(end_s for _, end_s in times.parts)]
+        found[i] = [(name, start_s, end_s) for (name, end_s), start_s in zip(times.parts, starts)]
+    return found
+
+
+def overlaps(parts: list[tuple[str, float, float]]) -> bool:
+    ordered = sorted(parts, key=lambda part: part[1])
+    return any(one[2] > two[1] for one, two in pairwise(ordered))
+
+
+def test_times_tell_whom_an_episode_waits_for(worker: Worker) -> None:
+    """Calls of one process follow each other, and what waits for them is no time of the environment. A wave of turns
+    begins at one time, and each of its turns has been in the queue since it was asked for."""
+    outputs = worker.outputs(episode(Echo(turns=2, sleep_s=0.05), environments=1))
+    assert {frozenset(output.at_once.items()) for output in outputs} == {frozenset({("environment", 1)})}
+    found = parts_in(outputs)
+    assert sorted(found) == list(range(8))
+    kept = [[part for part in found[i] if part[0] != "worker"] for i in sorted(found)]
+    last_opened = max(kept, key=lambda parts: parts[1][2])
+    names = [name for name, *_ in last_opened if name != "queue"]
+    assert names == [*["process", "environment", "generate"] * 2, "process", "environment"]
+    environment = [part for parts in kept for part in parts if part[0] == "environment"]
+    assert len(environment) == 24 and not overlaps(environment)
+    waves = {start_s for parts in kept for name, start_s, _ in parts if name == "generate"}
+    assert len(waves) == 2
+    coroutines = parts_in(worker.outputs(episode(Sleeping(), environments=1)))
+    assert overlaps([part for parts in coroutines.values() for part in parts if part[0] == "environment"])
+
+
 def test_a_cancelled_group_ends_where_it_stands(worker: Worker) -> None:
     worker.context.cancelled.add(6)
     found = worker.outputs(episode(Echo(sleep_s=0.2)))
+    assert sorted(i for output in found for i in output.times) == list(range(8))
     assert [output.cancelled for output in found if output.cancelled] == [{1: found[0].cancelled[1]}]
     assert sorted(i for output in found for i in output.index or ()) == [0, 1, 4, 5, 6, 7]
 
@@ -416,6 +451,13 @@ def test_a_run_with_lost_episodes_trains_the_others(tmp_path: Path) -> None:
     assert lost and {event.reason for event in dropped} == {"lost:open:OSError"}
     trained = [event for event in events if isinstance(event, trace.Trained)]
     assert trained and not lost & {group for event in trained for group in event.groups}
+    spent = [event for event in events if isinstance(event, trace.Spent)]
+    puts = [event for event in events if isinstance(event, trace.Put) and event.stage == "episode"]
+    of_spent, of_puts = (sorted(group for event in each for group in event.groups) for each in (spent, puts))
+    assert of_spent == of_puts
+    ran = {event.task: event for event in events if isinstance(event, trace.Ran)}
+    assert all(ran[one.task].start_s <= one.start_s and one.end_s <= ran[one.task].end_s for one in spent)
+    assert {len(event.samples) for event in spent} == {2}
 
 
 @pytest.mark.journal_expected("I8")  # continues in another folder, with the checkpoint but not the record
