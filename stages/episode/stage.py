@@ -108,7 +108,7 @@ class Episode(Stage):
     reads_back = (SERVED_WEIGHTS,)
     stamps = TOKEN_VERSIONS
     per = "group"
-    shows = (RESPONSE_IDS, ROLLOUT_LOGPROBS, TURN_ENDS, TURN_REWARDS)
+    shows = (RESPONSE_IDS, ROLLOUT_LOGPROBS, TOKEN_VERSIONS, TURN_ENDS, TURN_REWARDS)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "group_size", self.samples_per_prompt)

@@ -3,6 +3,7 @@
 import { follow, get } from "./api.js";
 
 const SPANS = 200000; // maximum number of spans that a page keeps; older ones are dropped
+const GROUPS = 4000; // and of groups with the times of their episodes
 
 export class Run {
   constructor(name) {
@@ -17,6 +18,7 @@ export class Run {
   clear() {
     this.now = null;
     this.spans = [];
+    this.spent = [];
     this.turns = [];
     this.steps = [];
     this.published = [];
@@ -47,9 +49,10 @@ export class Run {
     }
     if (name === "rows") {
       const before = this.steps.length;
-      for (const kind of ["spans", "turns", "steps", "published", "trained", "dropped", "notes"]) {
+      for (const kind of ["spans", "spent", "turns", "steps", "published", "trained", "dropped", "notes"]) {
         for (const row of data[kind] || []) this[kind].push(row);
       }
+      if (this.spent.length > GROUPS) this.spent.splice(0, this.spent.length - GROUPS);
       if (this.spans.length > SPANS) this.spans.splice(0, this.spans.length - SPANS);
       this.changes += 1;
       if (this.steps.length > before) this.find();
