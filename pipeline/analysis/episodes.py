@@ -7,17 +7,19 @@ episode_times(tasks, start_s, end_s)                     # seconds of an episode
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from string import ascii_letters
 
 import msgspec
 
 from pipeline.declare.times import ENVIRONMENT, PROCESS, QUEUE
 from pipeline.record import trace
 from pipeline.record.history import Tasks
-from pipeline.record.spent import UNIT_S, TimedPart, parts_of
+from pipeline.record.spent import UNIT_S, TimedPart, lengths_of, parts_of
 
 WAITS = (ENVIRONMENT, PROCESS)  # parts in which an episode waits for environments
+BUSY = 1 << 40  # more than there are episodes
 Span = tuple[float, float]
 
 
@@ -52,14 +54,29 @@ def divided(spent: Sequence[trace.Spent], start_s: float, end_s: float) -> Itera
 def waits(spent: Iterable[trace.Spent]) -> list[Span]:
     """Return when none of a task's episodes was sampled or in the hands of its worker, and one waited for its
     environment; those in the queue then wait for that one too."""
-    waiting: list[Span] = []
-    busy: list[Span] = []
+    changes: dict[int, int] = defaultdict(int)  # by time in units: of the episodes that wait, and BUSY for each other
     for event in spent:
-        for parts in parts_of(event):
-            for part in parts:
-                if part.name != QUEUE:
-                    (waiting if part.name in WAITS else busy).append((part.start_s, part.end_s))
-    return list(alone(waiting, busy))
+        first = round(event.start_s / UNIT_S)
+        weights = {
+            letter: 0 if name == QUEUE else 1 if name in WAITS else BUSY
+            for letter, name in zip(ascii_letters, event.names)
+        }
+        for start, pairs in lengths_of(event):
+            at = first + start
+            for letter, length in pairs:
+                if weight := weights[letter]:
+                    changes[at] += weight
+                    changes[at + int(length)] -= weight
+                at += int(length)
+    found: list[Span] = []
+    running, since = 0, 0
+    for at in sorted(changes):
+        before, running = running, running + changes[at]
+        if not 0 < before < BUSY and 0 < running < BUSY:
+            since = at
+        elif 0 < before < BUSY and not 0 < running < BUSY:
+            found.append((since * UNIT_S, at * UNIT_S))
+    return found
 
 
 def waits_by_task(tasks: Tasks) -> dict[int, list[Span]]:
@@ -90,27 +107,31 @@ def alone(spans: Iterable[Span], others: Iterable[Span]) -> Iterator[Span]:
             since_s = None
 
 
-def episode_times(tasks: Tasks, start_s: float, end_s: float) -> list[EpisodeTimes]:
-    """Return how the episodes that ended between two times spent theirs, by stage."""
-    waiting, counts = waits_by_task(tasks), defaultdict[str, int](int)
-    sums: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+def episode_times(
+    tasks: Tasks, waiting: Mapping[int, Sequence[Span]], start_s: float, end_s: float
+) -> list[EpisodeTimes]:
+    """Return how the episodes that ended between two times spent theirs, by stage. `waiting` are those of
+    `waits_by_task`."""
+    counts, sums = Counter[str](), defaultdict[str, Counter[str]](Counter)
     waited_s, took_s = defaultdict[str, float](float), defaultdict[str, float](float)
     for number, spent in tasks.spent.items():
+        stage = spent[0].stage
         for event in spent:
             if start_s < event.end_s <= end_s:
-                counts[event.stage] += len(event.samples)
-                for parts in parts_of(event):
-                    for part in parts:
-                        sums[event.stage][part.name] += part.end_s - part.start_s
+                counts[stage] += len(event.samples)
+                names = dict(zip(ascii_letters, event.names))
+                for _, pairs in lengths_of(event):
+                    for letter, length in pairs:
+                        sums[stage][names[letter]] += int(length)
         if number in waiting and start_s < max(event.end_s for event in spent) <= end_s:
-            waited_s[spent[0].stage] += sum(b - a for a, b in waiting[number])
-            took_s[spent[0].stage] += tasks.ran[number][0].end_s - tasks.ran[number][0].start_s
+            waited_s[stage] += sum(b - a for a, b in waiting[number])
+            took_s[stage] += tasks.ran[number][0].end_s - tasks.ran[number][0].start_s
     return [
         EpisodeTimes(
             stage=stage,
             episodes=count,
-            seconds=sum(sums[stage].values()) / count,
-            parts={name: s / count for name, s in sorted(sums[stage].items(), key=lambda item: -item[1])},
+            seconds=sums[stage].total() * UNIT_S / count,
+            parts={name: units * UNIT_S / count for name, units in sums[stage].most_common()},
             waiting=waited_s[stage] / took_s[stage] if took_s[stage] else None,
         )
         for stage, count in counts.items()

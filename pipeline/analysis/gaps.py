@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from heapq import merge
 from math import inf
 
@@ -71,10 +71,19 @@ def workers(plan: Plan, tasks: Tasks) -> list[Worker]:
     return [worker for worker in every if worker in placed] or every
 
 
-def gaps(plan: Plan, tasks: Tasks, start_s: float, end_s: float, *, waits: Waits | None = None) -> Iterator[Gap]:
+def gaps(
+    plan: Plan,
+    tasks: Tasks,
+    start_s: float,
+    end_s: float,
+    *,
+    waits: Waits | None = None,
+    environments: Mapping[int, Sequence[tuple[float, float]]] | None = None,
+) -> Iterator[Gap]:
     """Yield the gaps of every worker between two times, in time order; gaps and tasks together cover the interval. Only
-    gaps with the cause "environment" are inside tasks."""
+    gaps with the cause "environment" are inside tasks; `environments` is the result of `waits_by_task`, if known."""
     finder = _Finder(plan, tasks, waits or Waits(plan, tasks), start_s, end_s)
+    finder.environments = waits_by_task(tasks) if environments is None else environments
     for worker in workers(plan, tasks):
         yield from finder.of(worker)
 
@@ -90,7 +99,7 @@ class _Finder:
         self._free_of = _freed(plan, tasks)
         self._known: dict[int, Reason | None] = {}
         self._from_s, self._until_s = from_s, until_s
-        self._environments = waits_by_task(tasks)
+        self.environments: Mapping[int, Sequence[tuple[float, float]]] = {}
         self._saved: list[tuple[float, float]] = []
         self._turned: dict[Worker, list[tuple[float, float]]] = defaultdict(list)
         self._started_s, self._finished = 0.0, False
@@ -118,7 +127,7 @@ class _Finder:
         for start_s, end_s, number in self._spans.get(worker, ()):
             low_s, high_s = max(start_s, self._from_s), min(end_s, self._until_s)
             reached_s = low_s
-            for begun_s, ended_s in _inside(self._environments.get(number, ()), low_s, high_s):
+            for begun_s, ended_s in _inside(self.environments.get(number, ()), low_s, high_s):
                 waiting.append((begun_s, ended_s, number))
                 busy.append((reached_s, begun_s))
                 reached_s = ended_s

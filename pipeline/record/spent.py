@@ -61,15 +61,22 @@ def _text(times: SampleTimes, start_s: float, letters: Mapping[str, str]) -> str
     return "".join(found)
 
 
-def parts_of(event: trace.Spent) -> Iterator[list[TimedPart]]:
-    """Yield the parts of each sample of an event, in time order. Raises ValueError or KeyError if it is damaged."""
-    names = dict(zip(ascii_letters, event.names))
+def lengths_of(event: trace.Spent) -> Iterator[tuple[int, list[tuple[str, str]]]]:
+    """Yield the start of each sample of an event, and the letters and lengths of its parts, in units. Raises ValueError
+    if the event is damaged. Quicker than `parts_of`."""
     for text in event.samples:
         whole = _TEXT.fullmatch(text)
         if whole is None:
             raise ValueError(f"{text!r:.60} is no sample's time")
-        at, found = int(whole[1]), []
-        for letter, length in _PART.findall(whole[2]):
+        yield int(whole[1]), _PART.findall(whole[2])
+
+
+def parts_of(event: trace.Spent) -> Iterator[list[TimedPart]]:
+    """Yield the parts of each sample of an event, in time order. Raises ValueError or KeyError if it is damaged."""
+    names = dict(zip(ascii_letters, event.names))
+    for at, pairs in lengths_of(event):
+        found = []
+        for letter, length in pairs:
             start_s, at = event.start_s + at * UNIT_S, at + int(length)
             found.append(TimedPart(names[letter], start_s, event.start_s + at * UNIT_S))
         yield found

@@ -13,15 +13,17 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from string import ascii_letters
 
-from pipeline.declare.times import ENVIRONMENT, GENERATE, PROCESS, QUEUE
+from pipeline.declare.times import ENVIRONMENT, GENERATE, PROCESS, QUEUE, WORKER
 from pipeline.record import trace
 from pipeline.record.history import Tasks
-from pipeline.record.spent import TimedPart, parts_of
+from pipeline.record.spent import UNIT_S, lengths_of
 
 Steps = Sequence[tuple[str, float]]  # names and seconds
 WORTH = 0.02  # more processes than these are no hint if they save less, as a fraction of the time of all tasks
 FACTORS = (2, 4, 8, 16)
+MOST, FEW = 20_000, 4_000  # episodes that are played again for a what-if, and to find how many processes are enough
 
 
 def ends(episodes: Sequence[Steps], processes: int, *, waves: bool, starts: Sequence[float] = ()) -> list[float]:
@@ -72,18 +74,17 @@ def _last_turn(steps: Steps) -> int:
 
 def recorded_processes(tasks: Tasks, stage: str) -> int:
     """Return how many environment processes a worker had for a stage; 0 if that bounded nothing, or is not known."""
-    return max((event.at_once.get(ENVIRONMENT, 0) for event in _all(tasks, stage)), default=0)
+    events = [spent[0] for spent in tasks.spent.values() if spent[0].stage == stage]
+    return max((event.at_once.get(ENVIRONMENT, 0) for event in events), default=0)
 
 
 def saved_seconds(tasks: Tasks, stage: str, processes: int) -> Mapping[int, float]:
-    """Return by how much the groups of a stage would have ended later (or earlier, below 0) with that many processes
-    per worker, in seconds. Empty for groups of tasks that are not recorded as a whole."""
+    """Return by how many seconds the groups of a stage would have ended later (or earlier, below 0) with that many
+    processes per worker: the groups of the latest tasks that are recorded as a whole, of about `MOST` episodes."""
     now = recorded_processes(tasks, stage)
     found: dict[int, float] = {}
-    for task in tasks.of(stage) if now else ():
-        events = tasks.spent.get(task.task, ())
-        if len(events) == len(task.groups) and events:
-            found |= _shifts(events, now, processes)
+    for events in _latest(tasks, stage, MOST) if now else ():
+        found |= _shifts(events, now, processes)
     return found
 
 
@@ -91,41 +92,64 @@ def enough_processes(tasks: Tasks, stage: str) -> int:
     """Return the fewest processes, of some multiples of the recorded ones, with which tasks end about as early as with
     any of them; 0 if none would end earlier."""
     now = recorded_processes(tasks, stage)
-    took_s = sum(span.end_s - span.start_s for task in tasks.of(stage) for span in tasks.ran[task.task][:1])
-    saved = {now * factor: _saved(tasks, stage, now * factor) for factor in FACTORS} if now else {}
+    latest = _latest(tasks, stage, FEW)
+    took_s = sum(_end(events, {}) - min(event.start_s for event in events) for events in latest)
+    saved = {
+        count: sum(_end(events, {}) - _end(events, _shifts(events, now, count)) for events in latest)
+        for count in ([now * factor for factor in FACTORS] if now else ())
+    }
     most = max(saved.values(), default=0.0)
     if not most > WORTH * took_s:
         return 0
     return next(count for count, seconds in saved.items() if seconds >= most - WORTH * took_s)
 
 
-def _saved(tasks: Tasks, stage: str, processes: int) -> float:
-    """Return the seconds by which all tasks of a stage would end earlier."""
-    shifts, saved_s = saved_seconds(tasks, stage, processes), 0.0
-    for task in tasks.of(stage):
-        ended_s = {event.groups[0]: event.end_s for event in tasks.spent.get(task.task, ())}
-        if ended_s and ended_s.keys() <= shifts.keys():
-            saved_s += max(ended_s.values()) - max(end_s + shifts[group] for group, end_s in ended_s.items())
-    return saved_s
+def _end(events: Sequence[trace.Spent], later_s: Mapping[int, float]) -> float:
+    return max(event.end_s + later_s.get(event.groups[0], 0.0) for event in events)
+
+
+def _latest(tasks: Tasks, stage: str, most: int) -> list[Sequence[trace.Spent]]:
+    """Return the times of the latest tasks that are recorded as a whole, at least one, of about `most` episodes."""
+    found: list[Sequence[trace.Spent]] = []
+    count = 0
+    for task in reversed(tasks.of(stage)):
+        events = tasks.spent.get(task.task, ())
+        if events and len(events) == len(task.groups) and count < most:
+            found.append(events)
+            count += sum(len(event.samples) for event in events)
+    return found
 
 
 def _shifts(events: Sequence[trace.Spent], now: int, processes: int) -> dict[int, float]:
-    played = [(event.groups[0], parts) for event in events for parts in parts_of(event)]
+    waves = any(QUEUE in event.names for event in events)
     first_s = min(event.start_s for event in events)
-    starts = [parts[0].start_s - first_s if parts else 0.0 for _, parts in played]
-    waves = any(part.name == QUEUE for _, parts in played for part in parts)
-    steps = [_steps(parts) for _, parts in played]
+    groups: list[int] = []
+    starts: list[float] = []
+    steps: list[list[tuple[str, float]]] = []
+    for event in events:
+        for start, pairs in lengths_of(event):
+            groups.append(event.groups[0])
+            starts.append(event.start_s - first_s + start * UNIT_S)
+            steps.append(_steps(event, pairs, waves=waves))
     before, after = (ends(steps, count, waves=waves, starts=starts) for count in (now, processes))
     latest: dict[int, tuple[float, float]] = {}
-    for (group, _), *both in zip(played, before, after):
-        latest[group] = tuple(map(max, latest.get(group, (0.0, 0.0)), both))  # type: ignore[assignment]
+    for group, sooner, later in zip(groups, before, after):
+        had = latest.get(group, (0.0, 0.0))
+        latest[group] = max(had[0], sooner), max(had[1], later)
     return {group: later - sooner for group, (sooner, later) in latest.items()}
 
 
-def _steps(parts: Sequence[TimedPart]) -> list[tuple[str, float]]:
-    """Return what an episode did, without what it waited for."""
-    return [(part.name, part.end_s - part.start_s) for part in parts if part.name not in (QUEUE, PROCESS)]
-
-
-def _all(tasks: Tasks, stage: str) -> Sequence[trace.Spent]:
-    return [event for events in tasks.spent.values() for event in events if event.stage == stage]
+def _steps(event: trace.Spent, pairs: Sequence[tuple[str, str]], *, waves: bool) -> list[tuple[str, float]]:
+    """Return what an episode did, without what it waited for; what waits for nobody is one step."""
+    names = dict(zip(ascii_letters, event.names))
+    found: list[tuple[str, float]] = []
+    for letter, length in pairs:
+        name = names[letter]
+        if name in (QUEUE, PROCESS):
+            continue
+        alone = name != ENVIRONMENT and not (waves and name == GENERATE)
+        if alone and found and found[-1][0] == WORKER:
+            found[-1] = WORKER, found[-1][1] + int(length) * UNIT_S
+        else:
+            found.append((WORKER if alone else name, int(length) * UNIT_S))
+    return found

@@ -96,6 +96,9 @@ def _stream(
     firsts = [streams.within(n, first_end_s(tasks, n, span.end_s)) for n, span in spans.items()]
     most = min(float(group.threads) or float("inf"), cores or float("inf"))
     later_s = saved_seconds(tasks, stage.name, environments) if environments else {}  # by group
+    if later_s:  # not known of all tasks of a long record
+        ran = [task for task in ran if not later_s.keys().isdisjoint(task.groups)]
+        spans = {task.task: spans[task.task] for task in ran}
     wholes = {n: streams.within(n, span.end_s) + _later(tasks, n, later_s) for n, span in spans.items()}
     # Streams share a GPU from their first to their last token. Elsewhere, a group cannot finish before it is computed,
     # so the first group to finish bounds how long computing took.

@@ -26,7 +26,7 @@ from pipeline.web.page_rows import PageRows, Seconds, page_rows
 
 EVENTS = 2000  # per block
 SPANS = 100_000  # about as many of the last spans are sent to a page,
-EPISODES = 20_000  # and of the last episodes
+EPISODES = 4_000  # and of the last episodes
 
 
 class PageBlock(msgspec.Struct, frozen=True, kw_only=True):

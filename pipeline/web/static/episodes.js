@@ -19,17 +19,26 @@ export function partsOf(text, names, start) {
   return parts;
 }
 
-// Times at which a count changes, and the open episodes of each kind from then on.
-export function counted(rows) {
+const known = new WeakMap(); // rows that were read before
+
+// [time, kind, by how many episodes] of a row of the record.
+function changesOf(row) {
+  if (known.has(row)) return known.get(row);
+  const [, , , , start, names, texts] = row;
   const changes = [];
-  for (const [, , , , start, names, texts] of rows) {
-    for (const text of texts) {
-      for (const [name, from, to] of partsOf(text, names, start)) {
-        const kind = KINDS.indexOf(name);
-        if (kind >= 0) changes.push([from, kind, 1], [to, kind, -1]);
-      }
+  for (const text of texts) {
+    for (const [name, from, to] of partsOf(text, names, start)) {
+      const kind = KINDS.indexOf(name);
+      if (kind >= 0) changes.push([from, kind, 1], [to, kind, -1]);
     }
   }
+  known.set(row, changes);
+  return changes;
+}
+
+// Times at which a count changes, and the open episodes of each kind from then on.
+export function counted(rows) {
+  const changes = rows.flatMap(changesOf);
   changes.sort((a, b) => a[0] - b[0]);
   const times = [], counts = [];
   const now = KINDS.map(() => 0);

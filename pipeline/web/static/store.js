@@ -3,7 +3,7 @@
 import { follow, get } from "./api.js";
 
 const SPANS = 200000; // maximum number of spans that a page keeps; older ones are dropped
-const GROUPS = 4000; // and of groups with the times of their episodes
+const EPISODES = 8000; // and of episodes
 
 export class Run {
   constructor(name) {
@@ -52,7 +52,9 @@ export class Run {
       for (const kind of ["spans", "spent", "turns", "steps", "published", "trained", "dropped", "notes"]) {
         for (const row of data[kind] || []) this[kind].push(row);
       }
-      if (this.spent.length > GROUPS) this.spent.splice(0, this.spent.length - GROUPS);
+      let episodes = 0, kept = this.spent.length;
+      while (kept && (episodes += this.spent[kept - 1][6].length) <= EPISODES) kept -= 1;
+      this.spent.splice(0, kept);
       if (this.spans.length > SPANS) this.spans.splice(0, this.spans.length - SPANS);
       this.changes += 1;
       if (this.steps.length > before) this.find();
