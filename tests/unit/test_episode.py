@@ -21,6 +21,7 @@ import torch
 
 from pipeline import Graph, Model, Output, Schedule, StageContext, StageError, Task, WorkerGroup
 from pipeline.declare.columns import Ragged
+from pipeline.declare.times import SampleTimes
 from pipeline.engine.driver import Driver
 from pipeline.executors.local import LocalExecutor
 from pipeline.plan.planner import plan
@@ -39,7 +40,9 @@ from stages import (
     Rollout,
     Train,
 )
+from stages.backends import Decoded, Generation, Sampling
 from stages.episode.processes import Processes
+from stages.episode.turns import EpisodeName, NextTurn, TurnSampler
 from tests.doors import REPOSITORY
 from tests.unit import tiny_graph
 from tests.unit.environments import Chatty, Echo, Faulty, Lying, OneTurn, Sleeping
@@ -230,6 +233,41 @@ def test_times_tell_whom_an_episode_waits_for(worker: Worker) -> None:
     assert len(waves) == 2
     coroutines = parts_in(worker.outputs(episode(Sleeping(), environments=1)))
     assert overlaps([part for parts in coroutines.values() for part in parts if part[0] == "environment"])
+
+
+class Joining:
+    """A backend whose running batch takes further samples: each takes `seconds`."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    async def stream(self, model: Any, prompts: Ragged, *given: Any, **named: Any) -> Any:
+        await asyncio.sleep(self.seconds)
+        ids = Ragged(torch.zeros(len(prompts.lengths), dtype=torch.long), (1,) * len(prompts.lengths))
+        yield Decoded(tuple(range(len(prompts.lengths))), Generation(ids, ids, torch.zeros(len(ids.lengths)), ids))
+
+
+@pytest.mark.parametrize("joins", [True, False])
+def test_only_a_backend_that_samples_in_waves_has_a_queue(joins: bool) -> None:
+    """The second episode asks 0.05 s after the first."""
+    given = {"seed": 0, "version": 0, "check": lambda event: None, "unwanted": lambda group: False}
+    turns = TurnSampler(Joining(0.02), POLICY, Sampling(4), joins=joins, **given)
+    episodes, times = [EpisodeName(0, n) for n in range(2)], [SampleTimes(), SampleTimes()]
+    turns.enter(episodes)
+
+    async def asks(n: int) -> None:
+        await asyncio.sleep(0.05 * n)
+        times[n].until("worker")
+        await turns.sample(episodes[n], NextTurn(torch.zeros(1, dtype=torch.long), 0, 4), times[n])
+
+    async def both() -> None:
+        await asyncio.gather(asks(0), asks(1))
+
+    asyncio.run(both())
+    found = [{name: span for name, *span in parts_in([Output(times={0: one})])[0]} for one in times]
+    assert ("queue" in found[0]) is not joins and all("generate" in each for each in found)
+    if not joins:
+        assert found[0]["queue"][1] == found[0]["generate"][0] == found[1]["generate"][0]
 
 
 def test_a_cancelled_group_ends_where_it_stands(worker: Worker) -> None:
