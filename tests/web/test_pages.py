@@ -91,9 +91,11 @@ def test_every_page_is_accessible_and_fits(opened, size, theme):
     from axe_playwright_python.sync_playwright import Axe
 
     tab = opened("ahead", size=size, theme=theme)
-    for page in PAGES:
-        tab.evaluate(f"location.hash = '#/ahead/{page}'")
+    for run, page in (*(("ahead", page) for page in PAGES), ("episodes", "timeline"), ("episodes", "samples")):
+        tab.evaluate(f"location.hash = '#/{run}/{page}'")
+        tab.wait_for_selector(f".tabs a[href='#/{run}/{page}'][aria-current=page]", timeout=WAIT_MS)
         tab.wait_for_timeout(400)
+        tab.wait_for_selector("main[aria-busy=false] :is(.card, table, select)", timeout=WAIT_MS)
         if page == "compare":
             tab.select_option("#other", "plain")
             tab.wait_for_selector(".metric canvas", timeout=WAIT_MS)
