@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from pipeline.analysis.comparison import Comparison, Pair, compare
+from pipeline.analysis.critical_path import mean_parts
+from pipeline.analysis.episodes import EpisodeTimes
 from pipeline.analysis.findings import Findings, find
 from pipeline.analysis.idle import Idle
 from pipeline.analysis.report import summary
@@ -128,6 +130,7 @@ def as_json(
         "paths": found.paths,
         "slack": {"stages": found.slack.stages(), "steps": found.slack.steps, "tasks": found.slack.tasks},
         "idle": {"groups": found.groups, "workers": found.workers} | ({"gaps": found.gaps} if gaps else {}),
+        "episodes": found.episodes,
         "hints": advice,
         "notes": [*notes, *(advice.notes if advice else ())],
     }
@@ -143,17 +146,19 @@ def _print(run: OpenedRun, found: Findings, advice: Hints | None, notes: Sequenc
     if steps.seconds:
         text = f"{steps.mean:.3f} s per step on average, median {steps.median:.3f} s, over {len(steps.seconds)} steps"
         out.print(f"{text} after the first {len(steps.warm_up)}: {steps.averaged}", markup=False)
-    by_stage = found.report.critical_path.by_stage
+    by_stage, by_part = found.report.critical_path.by_stage, found.report.critical_path.by_part
     if step is not None:
         path = found.paths[0]
-        by_stage = path.seconds("stage")
+        by_stage, by_part = path.seconds("stage"), mean_parts([path])
         out.print(f"step {step}: {path.end_s - path.start_s:.3f} s", markup=False)
     if by_stage:
         out.print()
-        out.print(_stages(by_stage, found.slack.stages()))
+        out.print(_stages(by_stage, by_part, found.slack.stages()))
     if found.window[2]:
         out.print()
         out.print(_idle(found.groups))
+    for episodes in found.episodes:
+        out.print(_spent(episodes), markup=False)
     if advice and advice.hints:
         out.print()
         for hint in advice.hints:
@@ -175,8 +180,9 @@ def _diverged(run: OpenedRun) -> list[str]:
     return [event.problem for event in run.events if isinstance(event, trace.Diverged)]
 
 
-def _stages(by_stage: dict[str, float], spare: dict[str, float | None]) -> Table:
-    """Return a table of the stages on the critical path and off it. The time to spare is the smallest of all steps."""
+def _stages(by_stage: dict[str, float], by_part: dict[str, dict[str, float]], spare: dict[str, float | None]) -> Table:
+    """Return a table of the stages on the critical path, with their parts, and off it. The time to spare is the
+    smallest of all steps."""
     table = _table("stage", "on the path", "of the step", "to spare")
     total_s = sum(by_stage.values())
     for stage in dict.fromkeys((*by_stage, *spare)):
@@ -184,7 +190,21 @@ def _stages(by_stage: dict[str, float], spare: dict[str, float | None]) -> Table
         on = ("-", "-") if seconds is None else (f"{seconds:.3f} s", f"{100 * seconds / total_s:.0f} %")
         left = spare.get(stage)
         table.add_row(stage, *on, "" if stage not in spare else "no version waits" if left is None else f"{left:.3f} s")
+        for part, seconds in by_part.get(stage, {}).items():
+            if part and seconds >= WORTH * total_s:
+                table.add_row(f"  {part}", f"{seconds:.3f} s", f"{100 * seconds / total_s:.0f} %", "")
     return table
+
+
+def _spent(found: EpisodeTimes) -> str:
+    """Return how episodes spent their time, in words."""
+    total_s = sum(found.parts.values()) or 1.0
+    shares = {name: s / total_s for name, s in found.parts.items() if s >= WORTH * total_s}
+    parts = ", ".join(f"{100 * share:.0f} % {name}" for name, share in shares.items())
+    text = f"{found.stage}: an episode takes {found.seconds:.3f} s: {parts}"
+    if found.waiting is None:
+        return text
+    return f"{text}; for {100 * found.waiting:.0f} % of the time, all wait for environments"
 
 
 def _idle(groups: Iterable[Idle]) -> Table:

@@ -235,6 +235,12 @@ def _changes(options: argparse.Namespace) -> Changes:
             name: int(text)
             for name, text in _pairs("--workers", options.workers, r"\d{1,6}", "sampler=4", "a whole number to 999999")
         },
+        environments={
+            name: int(text)
+            for name, text in _pairs(
+                "--environments", options.environments, r"\d{1,6}", "episode=8", "a whole number to 999999"
+            )
+        },
         speed={
             name: float(text.removesuffix("x"))
             for name, text in _pairs("--speed", options.speed, rf"({NUMBER.pattern})x?", "train=2x", "a factor above 0")
@@ -282,6 +288,10 @@ def _parser(*, add_help: bool = True) -> Parser:
     parser.add_argument(
         "--workers", action="append", default=[], metavar="GROUP=N", help="workers of a group; may be repeated"
     )
+    parser.add_argument(
+        "--environments", action="append", default=[], metavar="STAGE=N",
+        help="environment processes per worker of a stage of episodes; may be repeated",
+    )  # fmt: skip
     parser.add_argument("--cores", type=number, metavar="N", help="cores per machine; default: as in RUN")
     parser.add_argument("--speed", action="append", default=[], metavar="STAGE=Nx", help="make a stage N times as fast")
     parser.add_argument(

@@ -12,6 +12,8 @@ start, from where the walk continues back to the previous version. The seconds o
                       order     the scheduler held the next one back until it was done
     ("no stage", "driver")    nothing on the path ran: reports or tasks were in transit, or the driver was busy
     ("no stage", "room")      groups were not admitted yet
+
+A task of episodes is divided further, along the episode that ended last: `pipeline.declare.times` names the parts.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from itertools import pairwise
 
 import msgspec
 
+from pipeline.analysis.episodes import divided
 from pipeline.analysis.waits import ROOM, Reason, Waits
 from pipeline.plan.plan import Plan, PlannedStage
 from pipeline.record.history import Tasks
@@ -33,12 +36,13 @@ NOBODY = "no stage"
 class CriticalPath(msgspec.Struct, frozen=True, kw_only=True):
     """Mean seconds per step on the path.
 
-    `by_stage` uses "no stage" for time outside stages; `by_cause` is why the next stage waited; `steps` holds
-    `by_stage` for every step; `sentence` sums it up.
+    `by_stage` uses "no stage" for time outside stages; `by_cause` is why the next stage waited; `by_part` has the parts
+    of stages that have some, such as those of episodes; `steps` holds `by_stage` for every step; `sentence` sums it up.
     """
 
     by_stage: dict[str, float]
     by_cause: dict[str, float]
+    by_part: dict[str, dict[str, float]] = {}
     steps: tuple[dict[str, float], ...]
     sentence: str
 
@@ -46,7 +50,8 @@ class CriticalPath(msgspec.Struct, frozen=True, kw_only=True):
 class PathSpan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A part of the path. `task`, `group` and `worker` are the task's number and where it ran (of several workers, the
     one that finished last); None, "" and None for time outside stages. `field` is the column or weights that the next
-    task waited for; empty for other causes. Times are monotonic seconds."""
+    task waited for; empty for other causes. `part` is what the task's samples did, if the record says so. Times are
+    monotonic seconds."""
 
     stage: str
     cause: str
@@ -56,6 +61,7 @@ class PathSpan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     worker: int | None
     start_s: float
     end_s: float
+    part: str = ""
 
 
 class StepPath(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,6 +89,7 @@ def critical_path(
     return CriticalPath(
         by_stage=by_stage,
         by_cause=mean_seconds(steps, "cause"),
+        by_part=mean_parts(steps),
         steps=tuple(step.seconds("stage") for step in steps),
         sentence=sentence(plan, tasks, by_stage, ends_s),
     )
@@ -99,6 +106,15 @@ def step_paths(
 def mean_seconds(steps: Sequence[StepPath], what: str) -> dict[str, float]:
     """Return the seconds per step by `stage` or `cause`, largest first."""
     return _summed((name, spent_s / len(steps)) for step in steps for name, spent_s in step.seconds(what).items())
+
+
+def mean_parts(steps: Sequence[StepPath]) -> dict[str, dict[str, float]]:
+    """Return the seconds per step of the parts of each stage that has some, largest first; "" is the rest."""
+    spans = [span for step in steps for span in step.spans]
+    return {
+        stage: _summed((span.part, (span.end_s - span.start_s) / len(steps)) for span in spans if span.stage == stage)
+        for stage in dict.fromkeys(span.stage for span in spans if span.part)
+    }
 
 
 def _summed(parts: Iterable[tuple[str, float]]) -> dict[str, float]:
@@ -151,8 +167,18 @@ class Walker:
         ended = self._waits.ended(step)
         spans, at_s, last = self.back(Reason(end_s, "field", ended) if ended is not None else None, start_s, end_s)
         spans.append(_nobodys(ROOM if last and last.cause == ROOM else DRIVER, start_s, at_s))
-        ordered = tuple(span for span in reversed(spans) if span.end_s > span.start_s)
+        ordered = tuple(part for span in reversed(spans) if span.end_s > span.start_s for part in self._divided(span))
         return StepPath(step=step, start_s=start_s, end_s=end_s, spans=ordered)
+
+    def _divided(self, span: PathSpan) -> Iterable[PathSpan]:
+        """Return the parts of a span, if the record has them."""
+        spent = self._tasks.spent.get(span.task) if span.task is not None else None
+        if not spent:
+            return (span,)
+        return [
+            msgspec.structs.replace(span, part=part.name, start_s=part.start_s, end_s=part.end_s)
+            for part in divided(spent, span.start_s, span.end_s)
+        ]
 
     def back(self, reason: Reason | None, start_s: float, end_s: float) -> tuple[list[PathSpan], float, Reason | None]:
         """Return (spans, start, reason): the spans of `reason` and its predecessors between two times, last first; the

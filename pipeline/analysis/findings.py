@@ -13,6 +13,7 @@ from __future__ import annotations
 import msgspec
 
 from pipeline.analysis.critical_path import StepPath, step_paths
+from pipeline.analysis.episodes import EpisodeTimes, episode_times, waits_by_task
 from pipeline.analysis.gaps import Gap, gaps, workers
 from pipeline.analysis.idle import Idle, idle_by_group, idle_by_worker
 from pipeline.analysis.report import Report, report
@@ -32,6 +33,7 @@ class Findings(msgspec.Struct, frozen=True, kw_only=True):
     slack     seconds to spare, by task, and by step and stage
     gaps      when and why workers had no task, inside the window
     workers   sums per worker; `groups` has the means per worker group
+    episodes  how the episodes that ended inside the window spent their time
     """
 
     report: Report
@@ -41,6 +43,7 @@ class Findings(msgspec.Struct, frozen=True, kw_only=True):
     gaps: tuple[Gap, ...]
     workers: tuple[Idle, ...]
     groups: tuple[Idle, ...]
+    episodes: tuple[EpisodeTimes, ...] = ()
 
 
 def find(run: OpenedRun, *, step: int | None = None, tasks: Tasks | None = None) -> Findings:
@@ -52,7 +55,8 @@ def find(run: OpenedRun, *, step: int | None = None, tasks: Tasks | None = None)
     start_s, end_s, steps = _window(run, ends, made, step)
     paths = step_paths(run.plan, tasks, ends, waits=waits)
     spare = slack(run.plan, tasks, waits=waits)
-    found = tuple(gaps(run.plan, tasks, start_s, end_s, waits=waits))
+    waiting = waits_by_task(tasks)
+    found = tuple(gaps(run.plan, tasks, start_s, end_s, waits=waits, environments=waiting))
     by_worker = idle_by_worker(workers(run.plan, tasks), found, end_s - start_s)
     return Findings(
         report=made,
@@ -62,6 +66,7 @@ def find(run: OpenedRun, *, step: int | None = None, tasks: Tasks | None = None)
         gaps=found,
         workers=tuple(by_worker),
         groups=tuple(idle_by_group(by_worker)),
+        episodes=tuple(episode_times(tasks, waiting, start_s, end_s)),
     )
 
 

@@ -3,7 +3,8 @@
     for gap in gaps(plan, Tasks(events), start_s, end_s):
         print(gap.group, gap.worker, gap.end_s - gap.start_s, gap.cause, gap.field)     # learner 0 4.1 field reward
 
-A worker is busy from the start of a task to its end, or, for an unfinished task, until it was lost or until now. Its
+A worker is busy from the start of a task to its end, or, for an unfinished task, until it was lost or until now; but
+not while all episodes of a finished task wait for environments, if it has no other task. Its
 next task waits for its last prerequisite, which in turn waited for its own; so each idle second is charged to the stage
 that ran then and to the column that it made, as on the critical path.
 """
@@ -12,12 +13,16 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from heapq import merge
+from math import inf
 
 import msgspec
 
 from pipeline.analysis.critical_path import NOBODY, PathSpan, Walker
+from pipeline.analysis.episodes import alone, waits_by_task
 from pipeline.analysis.waits import ROOM, Reason, Waits, latest, latest_of
+from pipeline.declare.times import ENVIRONMENT
 from pipeline.plan.plan import Plan
 from pipeline.record import trace
 from pipeline.record.history import Tasks
@@ -29,6 +34,7 @@ CAUSES = {
     "worker": "another worker that its next task needs, or its own process, was busy",
     "drain": "a stream had to end before weights were sent",
     "order": "the scheduler held its next task back",
+    "environment": "no turn of its episodes was sampled: all of them waited for environments",
     "room": "no groups had been admitted: no room in the data plane, or rollout was as far ahead as allowed",
     "turn": "another group had its GPUs, or it was handing them over or taking them back",
     "checkpoint": "a checkpoint was being written",
@@ -65,9 +71,19 @@ def workers(plan: Plan, tasks: Tasks) -> list[Worker]:
     return [worker for worker in every if worker in placed] or every
 
 
-def gaps(plan: Plan, tasks: Tasks, start_s: float, end_s: float, *, waits: Waits | None = None) -> Iterator[Gap]:
-    """Yield the gaps of every worker between two times, in time order; gaps and tasks together cover the interval."""
+def gaps(
+    plan: Plan,
+    tasks: Tasks,
+    start_s: float,
+    end_s: float,
+    *,
+    waits: Waits | None = None,
+    environments: Mapping[int, Sequence[tuple[float, float]]] | None = None,
+) -> Iterator[Gap]:
+    """Yield the gaps of every worker between two times, in time order; gaps and tasks together cover the interval. Only
+    gaps with the cause "environment" are inside tasks; `environments` is the result of `waits_by_task`, if known."""
     finder = _Finder(plan, tasks, waits or Waits(plan, tasks), start_s, end_s)
+    finder.environments = waits_by_task(tasks) if environments is None else environments
     for worker in workers(plan, tasks):
         yield from finder.of(worker)
 
@@ -83,6 +99,7 @@ class _Finder:
         self._free_of = _freed(plan, tasks)
         self._known: dict[int, Reason | None] = {}
         self._from_s, self._until_s = from_s, until_s
+        self.environments: Mapping[int, Sequence[tuple[float, float]]] = {}
         self._saved: list[tuple[float, float]] = []
         self._turned: dict[Worker, list[tuple[float, float]]] = defaultdict(list)
         self._started_s, self._finished = 0.0, False
@@ -101,6 +118,29 @@ class _Finder:
 
     def of(self, worker: Worker) -> Iterator[Gap]:
         """Yield the gaps of one worker in time order."""
+        return merge(self._between(worker), self._within(worker), key=lambda gap: gap.start_s)
+
+    def _within(self, worker: Worker) -> Iterator[Gap]:
+        """Yield the gaps inside tasks of episodes."""
+        waiting: list[Span] = []
+        busy: list[tuple[float, float]] = []
+        for start_s, end_s, number in self._spans.get(worker, ()):
+            low_s, high_s = max(start_s, self._from_s), min(end_s, self._until_s)
+            reached_s = low_s
+            for begun_s, ended_s in _inside(self.environments.get(number, ()), low_s, high_s):
+                waiting.append((begun_s, ended_s, number))
+                busy.append((reached_s, begun_s))
+                reached_s = ended_s
+            busy.append((reached_s, high_s))
+        waiting.sort()
+        for start_s, end_s in alone([(a, b) for a, b, _ in waiting], busy):
+            number = waiting[bisect_right(waiting, (start_s, inf, 0)) - 1][2]
+            yield Gap(
+                group=worker[0], worker=worker[1], start_s=start_s, end_s=end_s, cause=ENVIRONMENT,
+                stage=self._tasks.submitted[number].stage, task=number,
+            )  # fmt: skip
+
+    def _between(self, worker: Worker) -> Iterator[Gap]:
         reached_s = max(self._started_s, self._from_s)
         for start_s, end_s, number in self._spans.get(worker, ()):
             if start_s > reached_s:
@@ -172,6 +212,13 @@ class _Finder:
                 group=worker[0], worker=worker[1], start_s=low_s, end_s=high_s, task=task,
                 cause=other or cause, stage=stage, field=field,
             )  # fmt: skip
+
+
+def _inside(spans: Sequence[tuple[float, float]], start_s: float, end_s: float) -> Iterator[tuple[float, float]]:
+    """Yield what is inside an interval of spans that do not overlap, in time order."""
+    for low_s, high_s in spans:
+        if max(low_s, start_s) < min(high_s, end_s):
+            yield max(low_s, start_s), min(high_s, end_s)
 
 
 def _overlapping(spans: Sequence[tuple[float, float]], start_s: float, end_s: float) -> Iterator[tuple[float, float]]:

@@ -180,7 +180,8 @@ class _Events:
         for path in paths:
             for span in path.spans:
                 message = {"step": path.step + 1, "cause": span.cause, "field": span.field, "task": span.task}
-                yield self._slice(span.stage, RUN, PATH, span.start_s, span.end_s, message)
+                name = f"{span.stage}: {span.part}" if span.part else span.stage
+                yield self._slice(name, RUN, PATH, span.start_s, span.end_s, message)
 
     def _thread(self, event: trace.Ran) -> int:
         lane = self._lanes.get((self._starts.number, event.task, event.group, event.worker), 0)

@@ -15,7 +15,7 @@ from pipeline.record.runs import open_run, read_metrics
 from pipeline.rundir import RunDir
 
 SPANS = ("start", "task", "stage", "step", "attempt", "group", "worker", "start_s", "end_s", "cpu_s", "groups")
-PATH = ("step", "stage", "cause", "field", "task", "group", "worker", "start_s", "end_s")
+PATH = ("step", "stage", "part", "cause", "field", "task", "group", "worker", "start_s", "end_s")
 GAPS = ("group", "worker", "cause", "stage", "field", "task", "start_s", "end_s")
 
 
@@ -61,7 +61,7 @@ def _path_rows(found: Findings, clock: Starts) -> Iterator[Sequence[Any]]:
     for path in found.paths:
         for span in path.spans:
             yield (
-                path.step + 1, span.stage, span.cause, span.field, span.task, span.group, span.worker,
+                path.step + 1, span.stage, span.part, span.cause, span.field, span.task, span.group, span.worker,
                 clock.seconds(span.start_s), clock.seconds(span.end_s),
             )  # fmt: skip
 

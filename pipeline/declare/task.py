@@ -12,6 +12,7 @@ import msgspec
 from pipeline.declare.columns import Columns
 from pipeline.declare.ranks import Ranks
 from pipeline.declare.sharding import Shard
+from pipeline.declare.times import SampleTimes
 
 if TYPE_CHECKING:
     from pipeline.declare.group import WorkerGroup
@@ -53,7 +54,9 @@ class Output:
     acknowledged (version, sha256) of a stage that writes weights. `dropped`, from a stage with a gate, maps
     positions in `task.groups` to the reason for dropping; the columns then cover the other groups. `cancelled`,
     from a stream, maps positions of canceled groups (see `StageContext.cancelled`) to the length of their longest
-    sample in tokens.
+    sample in tokens. `times` says how the time of samples was spent, by their position in the task, of whole groups;
+    it is recorded and shown. `at_once` is how many samples of this worker are at most in a part of that name at the
+    same time.
     """
 
     columns: Columns = field(default_factory=dict)
@@ -62,6 +65,8 @@ class Output:
     weights: tuple[int, str] | None = None
     dropped: Mapping[int, str] = field(default_factory=dict)
     cancelled: Mapping[int, int] = field(default_factory=dict)
+    times: Mapping[int, SampleTimes] = field(default_factory=dict)
+    at_once: Mapping[str, int] = field(default_factory=dict)
 
 
 class MeetingPlace(msgspec.Struct, frozen=True, kw_only=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -23,6 +23,7 @@ from pipeline.executors import returned
 from pipeline.executors.inputs import TaskInputs
 from pipeline.executors.policy_versions import Versions, versions_of
 from pipeline.record import trace
+from pipeline.record.spent import spent
 
 
 class TaskResult(msgspec.Struct, kw_only=True):
@@ -51,7 +52,7 @@ class TaskResult(msgspec.Struct, kw_only=True):
     dropped: dict[int, str] = {}
     cancelled: dict[int, int] = {}
     oldest: dict[int, int] = {}
-    events: list[trace.Got | trace.Put | trace.Ran | trace.Trained | trace.Placed | trace.Turned] = []
+    events: list[trace.Got | trace.Put | trace.Ran | trace.Spent | trace.Trained | trace.Placed | trace.Turned] = []
     error: Any = None
     served: int | None = None
     lost: str | None = None
@@ -61,10 +62,17 @@ class Outputs:
     """Keeps what runners return: columns in the data plane, if the worker `leads`, and the rest in reports."""
 
     def __init__(
-        self, plane: DataPlane, stages: Sequence[Stage], *, partition: str, group_size: int, leads: bool
+        self,
+        plane: DataPlane,
+        stages: Sequence[Stage],
+        *,
+        partition: str,
+        group_size: int,
+        leads: bool,
+        worker: tuple[str, int],
     ) -> None:
         self._plane, self._stages, self._partition, self._group_size = plane, stages, partition, group_size
-        self._leads = leads
+        self._leads, self._worker = leads, worker
 
     def keep(
         self, inputs: TaskInputs, outputs: Sequence[Output], result: TaskResult, left: Collection[int] = ()
@@ -74,6 +82,8 @@ class Outputs:
         stage, task, keys, size = inputs.stage, inputs.task, inputs.keys, self._group_size
         made = []
         for output in (returned.output(stage, produced, self._stages) for produced in outputs):
+            if output.times and self._leads:
+                result.events += self._spent(inputs, output)
             if output.cancelled:
                 result.cancelled |= {task.groups[position]: tokens for position, tokens in output.cancelled.items()}
             if output.columns or not output.cancelled:
@@ -109,6 +119,13 @@ class Outputs:
         returned.check_lengths(stage, inputs.columns, output, index, keys)
         result.dropped |= {task.groups[position]: reason for position, reason in output.dropped.items()}
         return output, index
+
+    def _spent(self, inputs: TaskInputs, output: Output) -> Iterator[trace.Spent]:
+        """Yield how the time of samples was spent, by group."""
+        task, size = inputs.task, self._group_size
+        for place in returned.timed_groups(inputs.stage, output, len(inputs.keys), size):
+            times = [output.times[i] for i in range(place * size, (place + 1) * size)]
+            yield spent(task, task.groups[place], times, output.at_once, self._worker)
 
     def _put(self, inputs: TaskInputs, made: Sequence[tuple[Output, Sequence[int]]], result: TaskResult) -> None:
         """Write the columns in canonical order, in one put."""

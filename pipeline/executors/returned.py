@@ -14,8 +14,10 @@ from pipeline.declare.columns import Columns, Ragged
 from pipeline.declare.runners import runner_fault
 from pipeline.declare.stage import Stage, runner_problem
 from pipeline.declare.task import Output, Task
+from pipeline.declare.times import SampleTimes
 from pipeline.errors import Problem, StageError, counted, line_of_code, shown
 from pipeline.plan.names import METRICS
+from pipeline.record.spent import MOST_NAMES
 
 
 def runner(stage: Stage, made: Any) -> Any:
@@ -121,6 +123,31 @@ def _checked_index(stage: Stage, given: Sequence[int], samples: int, group_size:
         why = "only a stream returns its samples in parts"
         raise _misplaced(stage, f"has {len(index)} of {samples} samples", why)
     return index
+
+
+def timed_groups(stage: Stage, output: Output, samples: int, group_size: int) -> list[int]:
+    """Return the groups of a task whose times an output has, by position. Raises StageError unless these are the
+    times of whole groups of the task."""
+    named = sorted(output.times) if all(isinstance(i, int) for i in output.times) else [-1]
+    groups = dict.fromkeys(i // group_size for i in named)
+    wrong = ""
+    if named != [i for group in groups for i in range(group * group_size, (group + 1) * group_size)]:
+        wrong = "for a part of a group"
+    elif named[0] < 0 or named[-1] >= samples:
+        wrong = f"for samples {named[0]} to {named[-1]} of a task that has {samples}"
+    for i, times in output.times.items() if not wrong else ():
+        if not isinstance(times, SampleTimes) or times.problem:
+            says = times.problem if isinstance(times, SampleTimes) else f"they are {shown(times)}"
+            wrong = f"for sample {i} that cannot be: {says}"
+            break
+    names = {name for times in output.times.values() for name, _ in times.parts} if not wrong else set()
+    if len(names) > MOST_NAMES:
+        wrong = f"with {len(names)} names of parts, and at most {MOST_NAMES} are recorded"
+    if wrong:
+        why = "times are a SampleTimes for each sample of whole groups, and a part does not end before it begins"
+        what = f"stage {stage.name!r} returned times {wrong}"
+        raise _error(stage, what, why, "times={i: SampleTimes() for i in index}, and until() for each part")
+    return list(groups)
 
 
 def _misplaced(stage: Stage, what: str, why: str) -> StageError:

@@ -166,7 +166,14 @@ class Worker:
         size, partition = self.settings.group_size, self.settings.partition
         self._plane = plane
         self._inputs = Inputs(plane, self.ranks, size)
-        self._outputs = Outputs(plane, self._all_stages, partition=partition, group_size=size, leads=self.ranks.leads)
+        self._outputs = Outputs(
+            plane,
+            self._all_stages,
+            partition=partition,
+            group_size=size,
+            leads=self.ranks.leads,
+            worker=(self.group.name, self.rank),
+        )
         register(plane, partition, self._all_stages, self.settings.parts)
 
     def run(self, task: Task, meta: KVBatchMeta | None, cleared: Sequence[str] = ()) -> TaskResult:

@@ -9,13 +9,15 @@ from pipeline.record import trace
 
 
 class Tasks:
-    """The tasks of a record by number: submission, spans, puts and acknowledgments."""
+    """The tasks of a record by number: submission, spans, puts, acknowledgments, and how its samples spent their
+    time."""
 
     def __init__(self, events: Iterable[trace.TraceEvent]) -> None:
         self.submitted: dict[int, trace.Submitted] = {}
         self.ran: dict[int, list[trace.Ran]] = defaultdict(list)
         self.acknowledged: dict[int, list[trace.Acknowledged]] = defaultdict(list)
         self.puts: dict[int, list[trace.Put]] = defaultdict(list)
+        self.spent: dict[int, list[trace.Spent]] = defaultdict(list)
         self.tokens: dict[int, int] = {}
         self.process: dict[tuple[str, int], int] = {}  # the process of a worker, by group and rank
         self.others: list[trace.TraceEvent] = []
@@ -30,6 +32,8 @@ class Tasks:
                     self.others.append(event)
                 case trace.Ran():
                     self.ran[event.task].append(event)
+                case trace.Spent():
+                    self.spent[event.task].append(event)
                 case trace.Acknowledged():
                     self.acknowledged[event.task].append(event)
                 case trace.Put():

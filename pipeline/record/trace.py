@@ -162,6 +162,22 @@ class Ran(_OfTask, tag="ran", frozen=True, kw_only=True, gc=False):
     metrics: dict[str, float]
 
 
+class Spent(_OfTask, tag="spent", frozen=True, kw_only=True, gc=False):
+    """How the time of a finished group's samples was spent; `pipeline.record.spent` reads it.
+
+    `samples` has a text per sample: when it began, and a letter, for one of the `names`, and a length for each part.
+    `at_once` is how many samples of the worker are at most in a part at the same time, for parts with such a bound.
+    """
+
+    group: str
+    worker: int
+    names: tuple[str, ...]
+    samples: tuple[str, ...]
+    at_once: dict[str, int] = {}
+    start_s: float
+    end_s: float
+
+
 class Acknowledged(_OfTask, tag="acknowledged", frozen=True, kw_only=True, gc=False):
     """The driver took a report: the task has finished reading these groups, and its output for them is present."""
 
@@ -320,6 +336,7 @@ TraceEvent = (
     | Got
     | Put
     | Ran
+    | Spent
     | Acknowledged
     | Trained
     | Retried

@@ -120,12 +120,14 @@ class Recorded(msgspec.Struct, frozen=True, kw_only=True):
 
     `came` holds the groups of a recorded stream by admission number. These finish as recorded; any other group finishes
     like a randomly chosen one of them. `batch` is the number of groups per recorded step; `speed` divides durations.
+    `processes` are those that a worker had for the environments of its episodes, 0 if they bounded nothing.
     """
 
     line: LinearFit
     batch: int = 1
     came: Mapping[int, Came] = {}
     speed: float = 1.0
+    processes: int = 0
 
     def work(self, task: Task, *, samples: int, tokens: int, seed: int) -> Work:
         line = self.line

@@ -23,6 +23,8 @@ from pipeline.errors import SluiceError
 from pipeline.plan.plan import ADDED, PlacedGroup, Plan
 from pipeline.precedence import typed
 from pipeline.record.history import Tasks
+from pipeline.simulation.durations import Recorded
+from pipeline.simulation.episodes import enough_processes
 from pipeline.simulation.recording import Recording, disagreement, simulated
 from pipeline.simulation.whatif import Changes
 
@@ -113,13 +115,18 @@ def _steps(recording: Recording) -> int:
 
 def _changes(recording: Recording, measured: Report) -> Iterator[tuple[str, tuple[str, ...], Changes]]:
     """Yield the changes to try, as (description, flags, change)."""
-    planned = recording.plan
+    planned, tasks = recording.plan, Tasks(recording.events)
     total_s = sum(measured.critical_path.by_stage.values())
     shares = [(name, seconds / total_s) for name, seconds in measured.critical_path.by_stage.items() if total_s]
     names = {stage.name: stage for stage in planned.stages}
     slowest = [name for name, share in shares if name in names and name != ADDED and share >= SHARE][:STAGES]
     for name in slowest:
         yield f"{name} twice as fast", ("--speed", f"{name}=2x"), Changes(speed={name: 2.0})
+    for stage in planned.stages:
+        times = recording.durations.stages.get(stage.name)
+        if isinstance(times, Recorded) and times.processes and (more := enough_processes(tasks, stage.name)):
+            text = f"{more} environment processes in {stage.name} instead of {times.processes}"
+            yield text, ("--environments", f"{stage.name}={more}"), Changes(environments={stage.name: more})
     if not any(group.colocated for group in planned.groups):
         yield from _schedules(planned)
     if not recording.one_process:  # if workers take turns in one process, another worker does not help

@@ -15,11 +15,13 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
+from types import MappingProxyType
 
 from pipeline.plan.plan import Plan, PlannedStage
 from pipeline.record import trace
 from pipeline.record.history import Tasks
 from pipeline.simulation.durations import Came, Costs, Durations, LinearFit, Recorded, StageTimes
+from pipeline.simulation.episodes import recorded_processes, saved_seconds
 from pipeline.simulation.least_squares import non_negative
 from pipeline.simulation.shares import RecordedStreams, first_end_s, free_seconds
 
@@ -28,9 +30,14 @@ WORTH = 0.01  # and if the relative error without tokens is above this
 
 
 def fitted(
-    plan: Plan, events: Iterable[trace.TraceEvent], *, cores: float | None = None
+    plan: Plan,
+    events: Iterable[trace.TraceEvent],
+    *,
+    cores: float | None = None,
+    environments: Mapping[str, int] = MappingProxyType({}),
 ) -> tuple[Durations, list[str]]:
-    """Return the durations of every stage that ran, and notes on what the record lacks. `plan` is the run's own."""
+    """Return the durations of every stage that ran, and notes on what the record lacks. `plan` is the run's own;
+    `environments` are other numbers of environment processes per worker, by stage."""
     tasks = Tasks(events)
     streams = RecordedStreams(plan, tasks)
     stages: dict[str, StageTimes] = {}
@@ -43,7 +50,9 @@ def fitted(
         if not ran:
             continue
         if stage.shape == "stream":
-            stages[stage.name], sizes = _stream(plan, stage, tasks, ran, cores, streams)
+            stages[stage.name], sizes = _stream(
+                plan, stage, tasks, ran, cores, streams, environments.get(stage.name, 0)
+            )
         else:
             stages[stage.name], sizes = _map(plan, stage, tasks, ran)
         if len(sizes) == 1 and stage.path and max(sizes):
@@ -80,12 +89,17 @@ def _stream(
     ran: Sequence[trace.Submitted],
     cores: float | None,
     streams: RecordedStreams,
+    environments: int,
 ) -> tuple[Recorded, set[int]]:
     group = next(group for group in plan.groups if group.name == stage.groups[0])
     spans = {task.task: tasks.ran[task.task][0] for task in ran}
     firsts = [streams.within(n, first_end_s(tasks, n, span.end_s)) for n, span in spans.items()]
     most = min(float(group.threads) or float("inf"), cores or float("inf"))
-    wholes = {n: streams.within(n, span.end_s) for n, span in spans.items()}
+    later_s = saved_seconds(tasks, stage.name, environments) if environments else {}  # by group
+    if later_s:  # not known of all tasks of a long record
+        ran = [task for task in ran if not later_s.keys().isdisjoint(task.groups)]
+        spans = {task.task: spans[task.task] for task in ran}
+    wholes = {n: streams.within(n, span.end_s) + _later(tasks, n, later_s) for n, span in spans.items()}
     # Streams share a GPU from their first to their last token. Elsewhere, a group cannot finish before it is computed,
     # so the first group to finish bounds how long computing took.
     longest_s = sum(wholes.values()) if group.gpus else sum(firsts)
@@ -99,11 +113,22 @@ def _stream(
         if computed_s > 0:
             points.append((float(task.samples), float(tokens), computed_s))
         for put in tasks.puts[n]:
-            took_s = streams.within(n, put.end_s)
+            by_s = max((later_s.get(number, 0.0) for number in put.groups), default=0.0)
+            took_s = max(0.0, streams.within(n, put.end_s) + by_s)
             fraction = min(1.0, took_s / computed_s) if computed_s > 0 else 1.0
-            wait_s = max(0.0, put.end_s - computed_at_s)  # other tasks on the worker delay computing, not waiting
+            wait_s = max(0.0, put.end_s + by_s - computed_at_s)
             came.update({number: Came(fraction, wait_s, tasks.tokens.get(number, 0)) for number in put.groups})
-    return Recorded(line=fit(points, cores=used), batch=plan.batch, came=came), {task.samples for task in ran}
+    processes = recorded_processes(tasks, stage.name)
+    made = Recorded(line=fit(points, cores=used), batch=plan.batch, came=came, processes=processes)
+    return made, {task.samples for task in ran}
+
+
+def _later(tasks: Tasks, task: int, later_s: Mapping[int, float]) -> float:
+    """Return by how much the last group of a stream ends later."""
+    ended_s = {number: put.end_s for put in tasks.puts[task] for number in put.groups}
+    if not ended_s:
+        return 0.0
+    return max(at_s + later_s.get(number, 0.0) for number, at_s in ended_s.items()) - max(ended_s.values())
 
 
 def _outside(stage: PlannedStage, tasks: Tasks) -> Recorded:

@@ -81,7 +81,11 @@ def simulated(recording: Recording, changes: Changes, *, seed: int = 0) -> tuple
     The last steps of a run that samples ahead are shorter, since nothing more is sampled. If the record ends before
     its run, the report is without as many of these steps as the record lacks.
     """
-    planned, durations = changes.applied(recording.plan, recording.durations)
+    changes.check(recording.plan, recording.durations)
+    durations, environments = recording.durations, changes.environments
+    if environments:
+        durations = fitted(recording.plan, recording.events, cores=recording.cores, environments=environments)[0]
+    planned, durations = changes.applied(recording.plan, durations)
     simulation = Simulation(
         planned,
         durations,

@@ -31,11 +31,12 @@ MOST_FACTOR = 1_000_000  # by which a stage is faster or slower
 class Changes(msgspec.Struct, frozen=True, kw_only=True):
     """Changes to apply. None or empty keeps the recorded value.
 
-    groups    groups per batch: a number, or a factor ("8x")
-    refit_s   seconds per refit
-    workers   number of workers, by worker group
-    speed     factor by which to speed up a stage, by stage
-    stages    distributions that replace recorded durations, by stage
+    groups        groups per batch: a number, or a factor ("8x")
+    refit_s       seconds per refit
+    workers       number of workers, by worker group
+    environments  environment processes per worker, by stage of episodes; the recording is fitted with them
+    speed         factor by which to speed up a stage, by stage
+    stages        distributions that replace recorded durations, by stage
     """
 
     steps: int | None = None
@@ -46,6 +47,7 @@ class Changes(msgspec.Struct, frozen=True, kw_only=True):
     groups: str | None = None
     refit_s: float | None = None
     workers: Mapping[str, int] = {}
+    environments: Mapping[str, int] = {}
     speed: Mapping[str, float] = {}
     stages: Mapping[str, str] = {}
 
@@ -54,9 +56,13 @@ class Changes(msgspec.Struct, frozen=True, kw_only=True):
 
     def applied(self, plan: Plan, durations: Durations) -> tuple[Plan, Durations]:
         """Return the changed plan and durations. Raises GraphError if a change does not apply."""
+        self.check(plan, durations)
+        return self._plan(plan), self._durations(plan, durations)
+
+    def check(self, plan: Plan, durations: Durations) -> None:
+        """Raise GraphError if a change does not apply."""
         if problems := list(self._problems(plan, durations)):
             raise GraphError(*problems)
-        return self._plan(plan), self._durations(plan, durations)
 
     def _plan(self, plan: Plan) -> Plan:
         batch = _batch(self.groups, plan.batch)
@@ -115,6 +121,11 @@ class Changes(msgspec.Struct, frozen=True, kw_only=True):
                     why="it has one or more" if width == 1 else f"each copy of a model spans {width} of them",
                     fix=f"--workers {name}={max(1, workers // width) * width}",
                 )
+        for name, processes in self.environments.items():
+            if name not in stages:
+                yield _unknown("--environments", "stage", name, stages)
+            elif problem := _environment_problem(name, processes, durations.stages.get(name)):
+                yield problem
         if self.max_staleness and (turned := [group for group in plan.groups if group.colocated]):
             yield Problem(
                 where=f"--max-staleness {self.max_staleness}",
@@ -203,6 +214,19 @@ def distribution_problem(name: str, text: str) -> Problem | None:
             fix=f'--stage "{name}={GRAMMAR}"',
         )
     return None
+
+
+def _environment_problem(name: str, processes: int, times: StageTimes | None) -> Problem | None:
+    """Return why a stage cannot be simulated with that many environment processes; None if it can."""
+    now = times.processes if isinstance(times, Recorded) else 0
+    if now and processes >= 1:
+        return None
+    return Problem(
+        where=f"--environments {name}={processes}",
+        what="it is too small" if now else f"no calls of {name!r} that wait for a process are recorded",
+        why="it must be 1 or more" if now else "only the record of episodes without coroutines says how long they wait",
+        fix=f"--environments {name}={2 * now}" if now else "leave it out",
+    )
 
 
 def _batch(text: str | None, batch: int) -> int:

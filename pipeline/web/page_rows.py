@@ -20,6 +20,7 @@ class PageRows(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Lists of rows in record order.
 
     spans      stage, worker group, worker, step, attempt, start, end, groups
+    spent      stage, worker group, worker, step, start, names, and a text per episode, as in the record
     turns      worker group, worker, awake, bytes in use at that time, start, end
     steps      step, time of its end, its metrics
     published  step, version, sha256, time
@@ -29,6 +30,7 @@ class PageRows(msgspec.Struct, kw_only=True, omit_defaults=True):
     """
 
     spans: list[tuple[str, str, int, int, int, float, float, int]] = []
+    spent: list[tuple[str, str, int, int, float, tuple[str, ...], tuple[str, ...]]] = []
     turns: list[tuple[str, int, bool, int, float, float]] = []
     steps: list[tuple[int, float, dict[str, float]]] = []
     published: list[tuple[int, int, str, float]] = []
@@ -37,8 +39,11 @@ class PageRows(msgspec.Struct, kw_only=True, omit_defaults=True):
     notes: list[tuple[str, float, str]] = []
 
 
-def page_rows(events: Iterable[tuple[trace.TraceEvent, Seconds]], *, spans: bool = True) -> PageRows:
-    """Return the rows of events, each given with its converter from monotonic to run time; `spans` includes spans."""
+def page_rows(
+    events: Iterable[tuple[trace.TraceEvent, Seconds]], *, spans: bool = True, episodes: bool = True
+) -> PageRows:
+    """Return the rows of events, each given with its converter from monotonic to run time; `spans` includes spans, and
+    `episodes` how their time was spent."""
     made = PageRows()
     for event, seconds in events:
         match event:
@@ -46,6 +51,9 @@ def page_rows(events: Iterable[tuple[trace.TraceEvent, Seconds]], *, spans: bool
                 start_s, end_s = round(seconds(event.start_s), 6), round(seconds(event.end_s), 6)
                 span = (event.stage, event.group, event.worker, event.step, event.attempt, start_s, end_s)
                 made.spans.append((*span, len(event.groups)))
+            case trace.Spent() if episodes:
+                of = (event.stage, event.group, event.worker, event.step, round(seconds(event.start_s), 6))
+                made.spent.append((*of, event.names, event.samples))
             case trace.Turned():
                 start_s, end_s = seconds(event.start_s), seconds(event.end_s)
                 made.turns.append((event.group, event.worker, event.awake, event.memory_bytes, start_s, end_s))

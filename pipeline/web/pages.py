@@ -103,6 +103,7 @@ def _findings(path: Path) -> dict[str, Any]:
         "report": summary(found.report),
         "groups": found.groups,
         "workers": found.workers,
+        "episodes": found.episodes,
         "slack": found.slack.stages(),
         "window": [seconds(found.window[0]), seconds(found.window[1]), found.window[2]],
         "paths": _paths(found, seconds),

@@ -4,7 +4,7 @@
     record.advance()                       # new data as a PageBlock; None if there is none
     record.block(0)                        # the rows from byte 0
 
-It keeps only the state in flight (`live.py`), the times of the run's starts, and the span count at each block.
+It keeps only the state in flight (`live.py`), the times of the run's starts, and what was counted up to each block.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from pipeline.web.live import Live, Picture
 from pipeline.web.page_rows import PageRows, Seconds, page_rows
 
 EVENTS = 2000  # per block
-SPANS = 100_000  # about as many of the last spans are sent to a page
+SPANS = 100_000  # about as many of the last spans are sent to a page,
+EPISODES = 4_000  # and of the last episodes
 
 
 class PageBlock(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,7 +45,7 @@ class Record:
         self.offset = 0
         self._starts = Starts()
         self._shifts: list[tuple[int, float]] = []  # (byte, seconds to add to monotonic times from there on)
-        self._marks: list[tuple[int, int]] = [(0, 0)]  # (byte, spans before it), one per block
+        self._marks: list[tuple[int, int, int]] = [(0, 0, 0)]  # (byte, spans and episodes before it), one per block
         self._live = Live(self.plan)
         self._pids: set[int] = set()
         self._remote = False
@@ -62,7 +63,7 @@ class Record:
         event, or whose stage or group is not in the plan."""
         before = self.offset
         events = self._next()
-        return PageBlock(offset=self.offset, rows=self._rows(before, events, spans=True)) if events else None
+        return PageBlock(offset=self.offset, rows=self._rows(before, events)) if events else None
 
     def _next(self) -> list[tuple[int, trace.TraceEvent]]:
         """Read the events of the next block, each with the byte where it begins."""
@@ -79,13 +80,14 @@ class Record:
                 behind = offset
         if events:
             spans = sum(isinstance(event, trace.Ran) for _, event in events)
-            self._marks.append((behind, self._marks[-1][1] + spans))
+            episodes = sum(len(event.samples) for _, event in events if isinstance(event, trace.Spent))
+            self._marks.append((behind, self._marks[-1][1] + spans, self._marks[-1][2] + episodes))
             self.offset = behind
         return events
 
     def block(self, offset: int) -> PageBlock | None:
-        """Return the rows after a known byte, without spans that are too old; None at the end."""
-        last = self._marks[-1][1]
+        """Return the rows after a known byte, without spans and episodes that are too old; None at the end."""
+        _, spans, episodes = self._marks[-1]
         events = []
         behind = offset
         for at, event in self._read(offset):
@@ -95,8 +97,9 @@ class Record:
             behind = at
         if not events:
             return None
-        mark = self._marks[bisect_right(self._marks, (behind, 1 << 62)) - 1]
-        return PageBlock(offset=behind, rows=self._rows(offset, events, spans=last - mark[1] <= SPANS))
+        mark = self._marks[bisect_right(self._marks, (behind, 1 << 62, 0)) - 1]
+        kept = {"spans": spans - mark[1] <= SPANS, "episodes": episodes - mark[2] <= EPISODES}
+        return PageBlock(offset=behind, rows=self._rows(offset, events, **kept))
 
     def _read(self, offset: int) -> list[tuple[int, trace.TraceEvent]]:
         with of_a_run(self._run_dir.events):
@@ -136,14 +139,14 @@ class Record:
         shift = self._shifts[place][1] if place >= 0 else 0.0
         return lambda at_s: at_s + shift
 
-    def _rows(self, offset: int, events: list[tuple[int, trace.TraceEvent]], *, spans: bool) -> PageRows:
+    def _rows(self, offset: int, events: list[tuple[int, trace.TraceEvent]], **kept: bool) -> PageRows:
         timed: list[tuple[trace.TraceEvent, Seconds]] = []
         seconds = self._seconds(offset)
         for behind, event in events:
             if isinstance(event, trace.Started):
                 seconds = self._seconds(behind)
             timed.append((event, seconds))
-        return page_rows(timed, spans=spans)
+        return page_rows(timed, **kept)
 
 
 def _is_alive(pid: int) -> bool:

@@ -14,10 +14,11 @@ from pipeline.reading import decode
 from pipeline.rundir import RunDir
 
 FILE_BYTES = 8 << 20  # maximum bytes read from a sample file
+INSERTED = -1  # the version of a token that the policy did not draw
 TEXT = 20_000  # maximum characters shown of a value
 TOKENS = 8_000  # maximum tokens shown of a response
 VOCABULARY_BYTES = 32 << 20
-IDS, LOGPROBS = "response_ids", "rollout_logprobs"
+IDS, LOGPROBS, VERSIONS = "response_ids", "rollout_logprobs", "token_versions"
 FILES = 400  # number of sample files, the last ones, that are read for the list of prompts
 PROMPTS = 200
 
@@ -50,12 +51,13 @@ class Prompt(msgspec.Struct, kw_only=True):
 def samples(run: Path, step: int) -> list[dict[str, Any]]:
     """Return the samples of a step as dicts, with `group` and `key` among the columns; long texts are cut and marked.
 
-    `tokens` is a list of [text, nats] with the response's tokens and logprobs, if both were kept. A character that
-    spans several tokens belongs to the last one."""
+    `tokens` is a list of [text, nats] with the response's tokens and logprobs, if both were kept; [text, nats, drawn]
+    if their versions were kept too, which are -1 for tokens that the policy did not draw. A character that spans
+    several tokens belongs to the last one."""
     rows, vocabulary = [], _vocabulary(RunDir(run).vocabulary)
     for row in _lines(RunDir(run).samples(step), dict[str, Any]):
         group = str(row.get("key", "")).partition("_")[0]
-        tokens = _tokens(row.pop(IDS, None), row.pop(LOGPROBS, None), vocabulary)
+        tokens = _tokens(row.pop(IDS, None), row.pop(LOGPROBS, None), row.pop(VERSIONS, None), vocabulary)
         rows.append({name: _cut(value) for name, value in row.items()} | {"group": group} | tokens)
     return rows
 
@@ -103,13 +105,15 @@ def _lines(path: Path, kind: type[T]) -> list[T]:
     return rows
 
 
-def _tokens(ids: Any, logprobs: Any, vocabulary: list[bytes]) -> dict[str, Any]:
+def _tokens(ids: Any, logprobs: Any, versions: Any, vocabulary: list[bytes]) -> dict[str, Any]:
     if not vocabulary or not isinstance(ids, list) or not isinstance(logprobs, list) or len(ids) != len(logprobs):
         return {}
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     texts = [
         decoder.decode(vocabulary[n]) if isinstance(n, int) and 0 <= n < len(vocabulary) else "" for n in ids[:TOKENS]
     ]
+    if isinstance(versions, list) and len(versions) == len(ids):
+        return {"tokens": [*zip(texts, logprobs, [version != INSERTED for version in versions])]}
     return {"tokens": [*zip(texts, logprobs)]}
 
 

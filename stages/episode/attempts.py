@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
+from pipeline.declare.times import SampleTimes
 from stages.episode.environment import Deadlines, End, Messages, Reply, Said
 from stages.episode.frames import HostAnswer
 from stages.episode.processes import EnvironmentFailedError
@@ -34,8 +35,11 @@ class EnvironmentPlace(Protocol):
 
     episodes: set[int]
 
-    async def ask(self, method: str, episode: int, deadline_s: float, **given: Any) -> HostAnswer:
-        """Call "open" with a row and a seed, "turn" with a reply, or "close". Raises EnvironmentFailedError."""
+    async def ask(
+        self, method: str, episode: int, deadline_s: float, times: SampleTimes | None = None, **given: Any
+    ) -> HostAnswer:
+        """Call "open" with a row and a seed, "turn" with a reply, or "close". Raises EnvironmentFailedError. `times`
+        gets the time until the call was sent, and that of the environment."""
 
     def start(self, method: str, episode: int, deadline_s: float, **given: Any) -> Any:
         """Call it without waiting for its answer."""
@@ -71,9 +75,10 @@ class Attempts:
         seed: tuple[int, ...],
         deadlines: Deadlines,
         retries: int,
+        times: SampleTimes | None = None,
     ) -> None:
         self._places, self._number, self._row, self._seed = places, places.number(), dict(row), seed
-        self._deadlines, self._left = deadlines, retries
+        self._deadlines, self._left, self._times = deadlines, retries, times
         self._place: EnvironmentPlace | None = None
         self._own = False  # whether the process is this episode's alone
         self._turns: list[tuple[Reply, Messages]] = []  # that were answered
@@ -121,7 +126,7 @@ class Attempts:
             return
         if self._places.closes:
             with suppress(EnvironmentFailedError):
-                await place.ask("close", self._number, self._deadlines.close_s)
+                await place.ask("close", self._number, self._deadlines.close_s, self._times)
             place.episodes.discard(self._number)
             if self._own:
                 place.kill()
@@ -139,7 +144,7 @@ class Attempts:
         self._place = self._places.fresh() if self._own else self._places.place()
         self._place.episodes.add(self._number)
         asked = {"row": self._row, "seed": self._seed}
-        answer = await self._place.ask("open", self._number, self._deadlines.open_s, **asked)
+        answer = await self._place.ask("open", self._number, self._deadlines.open_s, self._times, **asked)
         assert answer.said is not None
         self.tools, self.most = answer.tools, answer.most
         return answer.said
@@ -154,7 +159,7 @@ class Attempts:
 
     async def _asked_turn(self, reply: Reply) -> Messages | End:
         assert self._place is not None
-        answer = await self._place.ask("turn", self._number, self._deadlines.turn_s, reply=reply)
+        answer = await self._place.ask("turn", self._number, self._deadlines.turn_s, self._times, reply=reply)
         self.most = answer.most
         return answer.returned
 

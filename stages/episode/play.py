@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pipeline.declare.columns import Columns, Ragged
+from pipeline.declare.times import SampleTimes
 from stages.backends import Generation
 from stages.episode.attempts import Attempts, EpisodeLostError
 from stages.episode.conversation import Conversation, Conversations
@@ -78,7 +79,8 @@ class Play:
     ) -> None:
         self.name, self._stage, self._turns, self._doors, self._conversations = name, stage, turns, doors, conversations
         seeds = (seed, name.group, name.sample)
-        self._attempts = Attempts(places, row, seeds, stage.deadlines, stage.retries)
+        self.times = SampleTimes()
+        self._attempts = Attempts(places, row, seeds, stage.deadlines, stage.retries, self.times)
         self._so_far = Conversation()
         self._prompt = NOTHING
         self._parts: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []  # ids, logprobs, versions
@@ -113,7 +115,7 @@ class Play:
         for turn in range(self._stage.turns):
             most = min(self._stage.turn_tokens, self._stage.tokens - self.tokens, self._attempts.most or sys.maxsize)
             ids = self._ids()
-            made = await self._turns.sample(self.name, NextTurn(ids, self.tokens, most))
+            made = await self._turns.sample(self.name, NextTurn(ids, self.tokens, most), self.times)
             drawn = self._drawn(made)
             reply = self._conversations.reply(self._so_far, drawn, truncated=self._cut, seen=len(ids))
             self._reply = reply.text

@@ -17,6 +17,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
@@ -28,6 +29,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from pipeline import StageError
+from pipeline.declare.times import ENVIRONMENT, PROCESS, WORKER, SampleTimes
 from pipeline.errors import Problem
 from stages.episode import children
 from stages.episode.environment import Environment, has_coroutines
@@ -56,6 +58,8 @@ class _Waiting:
     deadline_s: float
     future: Future[HostAnswer]
     timer: asyncio.TimerHandle | None = None
+    sent_s: float | None = None  # when it was sent,
+    answered_s: float | None = None  # and answered
 
 
 class EnvironmentProcess:
@@ -83,18 +87,30 @@ class EnvironmentProcess:
         self._opening = framed(Opening(processes.pickled, folders))
         self.serving = processes.run(self._serve(ours))
 
-    async def ask(self, method: str, episode: int, deadline_s: float, **given: Any) -> HostAnswer:
+    async def ask(
+        self, method: str, episode: int, deadline_s: float, times: SampleTimes | None = None, **given: Any
+    ) -> HostAnswer:
         """Call a method of the environment. Raises EnvironmentFailedError if it raises, takes longer than `deadline_s`
         seconds, or its process dies; an overdue process is killed. Raises StageError if the environment cannot be
-        loaded there."""
-        return await asyncio.wrap_future(self.start(method, episode, deadline_s, **given))
+        loaded there. `times` gets the time until the call was sent, and that of the environment."""
+        times = times or SampleTimes()
+        times.until(WORKER)
+        waiting = self._asked(method, episode, deadline_s, **given)
+        try:
+            return await asyncio.wrap_future(waiting.future)
+        finally:
+            times.until(PROCESS, waiting.sent_s)
+            times.until(ENVIRONMENT, waiting.answered_s)
 
     def start(self, method: str, episode: int, deadline_s: float, **given: Any) -> Future[HostAnswer]:
         """Call a method as `ask` does, without waiting for its answer."""
+        return self._asked(method, episode, deadline_s, **given).future
+
+    def _asked(self, method: str, episode: int, deadline_s: float, **given: Any) -> _Waiting:
         call = HostCall(number=next(self._numbers), episode=episode, method=method, **given)
         waiting = _Waiting(call, deadline_s, Future())
         self._processes.soon(self._add, waiting)
-        return waiting.future
+        return waiting
 
     def kill(self) -> None:
         """End the process, with all that it has started."""
@@ -119,6 +135,7 @@ class EnvironmentProcess:
             waiting = self._queue.popleft()
             self._runs_one = alone
             self._sent[waiting.call.number] = waiting
+            waiting.sent_s = time.monotonic()
             waiting.timer = asyncio.get_running_loop().call_later(waiting.deadline_s, self._overdue, waiting)
             self._writer.write(framed(waiting.call))
 
@@ -155,6 +172,7 @@ class EnvironmentProcess:
             self._send()
         if (waiting := self._sent.pop(answer.number, None)) is None:
             return
+        waiting.answered_s = time.monotonic()
         self._runs_one = False
         if answer.error:
             self._fail(waiting, EnvironmentFailedError(waiting.call.method, *answer.error))

@@ -54,7 +54,7 @@ class RecordedTurns:
     def leave(self, episode: EpisodeName) -> None:
         """Nothing: there is one episode."""
 
-    async def sample(self, episode: EpisodeName, turn: NextTurn) -> Generation:
+    async def sample(self, episode: EpisodeName, turn: NextTurn, times: Any = None) -> Generation:
         """The recorded tokens of the next turn. Raises DifferedError if it does not begin where it did, or there was
         none."""
         if self._turn == len(self._ends):

@@ -5,14 +5,15 @@ Episode(policy, Calculator(), on=sampler, samples_per_prompt=8, turns=4, tokens=
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING
 
 from pipeline import Graph, StageContext
 from pipeline.declare.parameters import at_least, broken, truth
+from pipeline.declare.times import ENVIRONMENT
 from pipeline.errors import Problem, shown
-from stages.episode.environment import Environment, Tool
+from stages.episode.environment import Environment, Tool, has_coroutines
 from stages.episode.turn_stage import TurnStage
 
 if TYPE_CHECKING:
@@ -67,6 +68,11 @@ class Episode(TurnStage):
     def tools(self) -> Sequence[Tool]:
         """The environment's."""
         return self.environment.tools
+
+    @property
+    def at_once(self) -> Mapping[str, int]:
+        """A process runs one call at a time, unless they are coroutines."""
+        return {} if has_coroutines(self.environment) else {ENVIRONMENT: self.environments}
 
     def check(self, graph: Graph) -> Iterable[Problem]:
         """Check the backend, the model, the environment and the parameters."""

@@ -122,6 +122,11 @@ class TurnStage(Stage, ABC):
         return 0
 
     @property
+    def at_once(self) -> Mapping[str, int]:
+        """The most calls of what answers that run at the same time, by their part of an episode's time, if bounded."""
+        return {}
+
+    @property
     def bounds(self) -> dict[str, int]:
         """The most response tokens and turns per sample."""
         return {str(RESPONSE_IDS.ragged): self.tokens, str(TURN_ENDS.ragged): self.turns}
@@ -271,11 +276,14 @@ class TurnStage(Stage, ABC):
                     running.cancel()
                     await asyncio.gather(running, return_exceptions=True)
                     longest = max(play.tokens for play in plays[position * size : (position + 1) * size])
-                    yield Output(cancelled={position: longest})
+                    times = {i: plays[i].times for i in range(position * size, (position + 1) * size)}
+                    yield Output(cancelled={position: longest}, times=times)
                 for position in [position for position, running in groups.items() if running.done()]:
                     made = groups.pop(position).result()
                     index = list(range(position * size, (position + 1) * size))
-                    yield Output(columns=played_columns(made), metrics=_metrics(made), index=index)
+                    columns, metrics = played_columns(made), _metrics(made)
+                    times = {i: plays[i].times for i in index}
+                    yield Output(columns=columns, metrics=metrics, index=index, times=times, at_once=self.at_once)
         finally:
             for running in groups.values():
                 running.cancel()

@@ -8,6 +8,7 @@ environment, in the order of the episodes: what is computed together does not de
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
@@ -17,6 +18,7 @@ import torch
 
 from pipeline.declare.columns import Ragged
 from pipeline.declare.group import Model
+from pipeline.declare.times import GENERATE, QUEUE, WORKER, SampleTimes
 from stages.backends import Cancelled, Decoded, Draws, Generation, Sampling, part
 
 
@@ -35,6 +37,15 @@ class EpisodeName:
 
     group: int
     sample: int
+
+
+@dataclass
+class _AskedTurn:
+    """A turn that was asked for. `begun_s` is when its wave began."""
+
+    turn: NextTurn
+    future: asyncio.Future[Generation]
+    begun_s: float | None = None
 
 
 class TurnSampler:
@@ -57,7 +68,7 @@ class TurnSampler:
         self._seed, self.version, self._joins = seed, version, joins
         self._check, self._unwanted = check, unwanted
         self._open: set[EpisodeName] = set()
-        self._asked: dict[EpisodeName, tuple[NextTurn, asyncio.Future[Generation]]] = {}
+        self._asked: dict[EpisodeName, _AskedTurn] = {}
         self._waves: set[asyncio.Task[None]] = set()
 
     def enter(self, episode: EpisodeName) -> None:
@@ -68,15 +79,23 @@ class TurnSampler:
         """An episode has ended."""
         self._open.discard(episode)
         if left := self._asked.pop(episode, None):
-            left[1].cancel()
+            left.future.cancel()
         self._begin()
 
-    async def sample(self, episode: EpisodeName, turn: NextTurn) -> Generation:
-        """Sample one turn of an episode. Raises CancelledError if its group is cancelled."""
-        future: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
-        self._asked[episode] = turn, future
+    async def sample(self, episode: EpisodeName, turn: NextTurn, times: SampleTimes | None = None) -> Generation:
+        """Sample one turn of an episode. Raises CancelledError if its group is cancelled. `times` gets the time until
+        its wave began, and that of the wave; a backend whose batch takes further samples has no waves."""
+        times = times or SampleTimes()
+        times.until(WORKER)
+        self._asked[episode] = asked = _AskedTurn(turn, asyncio.get_running_loop().create_future())
         self._begin()
-        return await future
+        try:
+            return await asked.future
+        finally:
+            if not self._joins:
+                times.until(QUEUE, asked.begun_s)
+            if asked.begun_s is not None:
+                times.until(GENERATE)
 
     async def close(self) -> None:
         """End what is being sampled."""
@@ -88,15 +107,18 @@ class TurnSampler:
         if not self._asked or (len(self._asked) < len(self._open) and not self._joins):
             return
         asked, self._asked = self._asked, {}
+        now_s = time.monotonic()
+        for one in asked.values():
+            one.begun_s = now_s
         wave = asyncio.ensure_future(self._wave(asked))
         self._waves.add(wave)
         wave.add_done_callback(self._waves.discard)
 
-    async def _wave(self, asked: dict[EpisodeName, tuple[NextTurn, asyncio.Future[Generation]]]) -> None:
+    async def _wave(self, asked: dict[EpisodeName, _AskedTurn]) -> None:
         names = sorted(asked, key=lambda name: (name.group, name.sample))
-        futures = [asked[name][1] for name in names]
+        futures = [asked[name].future for name in names]
         try:
-            await self._sampled(names, [asked[name][0] for name in names], futures)
+            await self._sampled(names, [asked[name].turn for name in names], futures)
         except Exception as error:  # noqa: BLE001 - raised where the turns are awaited
             for future in futures:
                 if not future.done():

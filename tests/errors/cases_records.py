@@ -43,5 +43,6 @@ CASES = [
     reading("forward_nothing", "forward", "--follow"),
     reading("forward_no_service", "forward", "run", "--follow"),
     reading("forward_password", "forward", "run", "--mlflow", "https://me:secret@example.org"),
+    reading("simulate_environments_without_episodes", "simulate", "run", "--environments", "reward=4"),
     reading("simulate_one_step", "simulate", "run", change=_write("run/events.jsonl", "")),
 ]

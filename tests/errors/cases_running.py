@@ -143,6 +143,11 @@ STAGES = [
     staged("stage_returns_another_column", '{"len": [1.0]}', 3),
     staged("stage_returns_nothing", "None", 3),
     staged("stage_returns_a_metric_that_is_a_text", '__import__("pipeline").Output({}, metrics={"size": "many"})', 3),
+    staged(
+        "stage_returns_times_of_a_part",
+        '__import__("pipeline").Output({"length": __import__("torch").ones(len(columns["prompt"]))}, times={0: None})',
+        3,
+    ),
     staged("stage_returns_too_few", '{"length": __import__("torch").ones(1)}', 4),
     staged("stage_returns_another_dtype", '{"length": __import__("torch").ones(len(columns["prompt"])).double()}', 4),
     staged("stage_returns_a_list", '{"length": [float(len(text)) for text in columns["prompt"]]}', 4),

@@ -33,8 +33,8 @@ class Spied:
         self.trained: dict[tuple[int, int], dict[int, list[int]]] = {}
         sample, train = TurnSampler.sample, TrainRunner.__call__
 
-        async def sampled(turns: TurnSampler, episode: EpisodeName, turn: NextTurn) -> Any:
-            made = await sample(turns, episode, turn)
+        async def sampled(turns: TurnSampler, episode: EpisodeName, turn: NextTurn, *times: Any) -> Any:
+            made = await sample(turns, episode, turn, *times)
             of = self.drawn.setdefault((episode.group, episode.sample), {})
             of[turn.place] = made.response_ids.values.tolist()
             return made

@@ -59,6 +59,9 @@ _KINDS: dict[str, dict[str, str]] = {
         "versions": "P?", **_SPAN,
     },
     "ran": {**_TASK, "group": "s", "worker": "i", "groups": "I", "cpu_s": "f", "metrics": "d", **_SPAN},
+    "spent": {
+        **_TASK, "group": "s", "worker": "i", "groups": "I", "names": "S", "samples": "S", "at_once": "d", **_SPAN,
+    },
     "acknowledged": {**_TASK, "groups": "I", "at_s": "f"},
     "trained": {
         **_TASK, "worker": "i", "version": "i", "groups": "I", "samples": "I", "oldest": "I", "newest": "I",

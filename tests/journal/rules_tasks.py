@@ -177,7 +177,7 @@ def shares_fit(ledger: Ledger, line: Line) -> Found:
         yield "I7", f"the ranks of {line['stage']} put more than the {whole} samples of task {task.line['task']}"
 
 
-@rule("acknowledged", "ran", "trained", "retried", "fenced")
+@rule("acknowledged", "ran", "spent", "trained", "retried", "fenced")
 def of_a_task(ledger: Ledger, line: Line) -> Found:
     """Every report belongs to a task that was handed out and agrees with it."""
     task = ledger.task_of(line)

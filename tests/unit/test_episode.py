@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import torch
 
 from pipeline import Graph, Model, Output, Schedule, StageContext, StageError, Task, WorkerGroup
 from pipeline.declare.columns import Ragged
+from pipeline.declare.times import SampleTimes
 from pipeline.engine.driver import Driver
 from pipeline.executors.local import LocalExecutor
 from pipeline.plan.planner import plan
@@ -38,7 +40,9 @@ from stages import (
     Rollout,
     Train,
 )
+from stages.backends import Decoded, Generation, Sampling
 from stages.episode.processes import Processes
+from stages.episode.turns import EpisodeName, NextTurn, TurnSampler
 from tests.doors import REPOSITORY
 from tests.unit import tiny_graph
 from tests.unit.environments import Chatty, Echo, Faulty, Lying, OneTurn, Sleeping
@@ -198,9 +202,79 @@ def test_coroutines_of_one_process_run_at_the_same_time(worker: Worker) -> None:
     assert set(made["end"]) == {"answered"} and time.monotonic() - begun_s < 8.0, "80 times 0.4 s are 32 s"
 
 
+def parts_in(outputs: list[Output]) -> dict[int, list[tuple[str, float, float]]]:
+    """The parts of each sample's time."""
+    found = {}
+    for i, times in [item for output in outputs for item in output.times.items()]:
+        starts = [times.start_s, *(end_s for _, end_s in times.parts)]
+        found[i] = [(name, start_s, end_s) for (name, end_s), start_s in zip(times.parts, starts)]
+    return found
+
+
+def overlaps(parts: list[tuple[str, float, float]]) -> bool:
+    ordered = sorted(parts, key=lambda part: part[1])
+    return any(one[2] > two[1] for one, two in pairwise(ordered))
+
+
+def test_times_tell_whom_an_episode_waits_for(worker: Worker) -> None:
+    """Calls of one process follow each other, and what waits for them is no time of the environment. A wave of turns
+    begins at one time, and each of its turns has been in the queue since it was asked for."""
+    outputs = worker.outputs(episode(Echo(turns=2, sleep_s=0.05), environments=1))
+    assert {frozenset(output.at_once.items()) for output in outputs} == {frozenset({("environment", 1)})}
+    found = parts_in(outputs)
+    assert sorted(found) == list(range(8))
+    kept = [[part for part in found[i] if part[0] != "worker"] for i in sorted(found)]
+    last_opened = max(kept, key=lambda parts: parts[1][2])
+    names = [name for name, *_ in last_opened if name != "queue"]
+    assert names == [*["process", "environment", "generate"] * 2, "process", "environment"]
+    environment = [part for parts in kept for part in parts if part[0] == "environment"]
+    assert len(environment) == 24 and not overlaps(environment)
+    waves = {start_s for parts in kept for name, start_s, _ in parts if name == "generate"}
+    assert len(waves) == 2
+    coroutines = parts_in(worker.outputs(episode(Sleeping(), environments=1)))
+    assert overlaps([part for parts in coroutines.values() for part in parts if part[0] == "environment"])
+
+
+class Joining:
+    """A backend whose running batch takes further samples: each takes `seconds`."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    async def stream(self, model: Any, prompts: Ragged, *given: Any, **named: Any) -> Any:
+        await asyncio.sleep(self.seconds)
+        ids = Ragged(torch.zeros(len(prompts.lengths), dtype=torch.long), (1,) * len(prompts.lengths))
+        yield Decoded(tuple(range(len(prompts.lengths))), Generation(ids, ids, torch.zeros(len(ids.lengths)), ids))
+
+
+@pytest.mark.parametrize("joins", [True, False])
+def test_only_a_backend_that_samples_in_waves_has_a_queue(joins: bool) -> None:
+    """The second episode asks 0.05 s after the first."""
+    given = {"seed": 0, "version": 0, "check": lambda event: None, "unwanted": lambda group: False}
+    turns = TurnSampler(Joining(0.02), POLICY, Sampling(4), joins=joins, **given)
+    episodes, times = [EpisodeName(0, n) for n in range(2)], [SampleTimes(), SampleTimes()]
+    for one in episodes:
+        turns.enter(one)
+
+    async def asks(n: int) -> None:
+        await asyncio.sleep(0.05 * n)
+        times[n].until("worker")
+        await turns.sample(episodes[n], NextTurn(torch.zeros(1, dtype=torch.long), 0, 4), times[n])
+
+    async def both() -> None:
+        await asyncio.gather(asks(0), asks(1))
+
+    asyncio.run(both())
+    found = [{name: span for name, *span in parts_in([Output(times={0: one})])[0]} for one in times]
+    assert ("queue" in found[0]) is not joins and all("generate" in each for each in found)
+    if not joins:
+        assert found[0]["queue"][1] == found[0]["generate"][0] == found[1]["generate"][0]
+
+
 def test_a_cancelled_group_ends_where_it_stands(worker: Worker) -> None:
     worker.context.cancelled.add(6)
     found = worker.outputs(episode(Echo(sleep_s=0.2)))
+    assert sorted(i for output in found for i in output.times) == list(range(8))
     assert [output.cancelled for output in found if output.cancelled] == [{1: found[0].cancelled[1]}]
     assert sorted(i for output in found for i in output.index or ()) == [0, 1, 4, 5, 6, 7]
 
@@ -416,6 +490,13 @@ def test_a_run_with_lost_episodes_trains_the_others(tmp_path: Path) -> None:
     assert lost and {event.reason for event in dropped} == {"lost:open:OSError"}
     trained = [event for event in events if isinstance(event, trace.Trained)]
     assert trained and not lost & {group for event in trained for group in event.groups}
+    spent = [event for event in events if isinstance(event, trace.Spent)]
+    puts = [event for event in events if isinstance(event, trace.Put) and event.stage == "episode"]
+    of_spent, of_puts = (sorted(group for event in each for group in event.groups) for each in (spent, puts))
+    assert of_spent == of_puts
+    ran = {event.task: event for event in events if isinstance(event, trace.Ran)}
+    assert all(ran[one.task].start_s <= one.start_s and one.end_s <= ran[one.task].end_s for one in spent)
+    assert {len(event.samples) for event in spent} == {2}
 
 
 def test_a_run_that_loses_too_much_ends(tmp_path: Path) -> None:

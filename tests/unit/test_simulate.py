@@ -495,6 +495,7 @@ def test_the_help_of_a_graph_file_lists_its_parameters(tmp_path, capsys):
         (["{record}", "--on-stale", "keep"], "expected one of wait, drop, got 'keep'"),
         (["{record}", "--workers", "sampler"], "the flag takes a name and a whole number to 999999"),
         (["{record}", "--workers", "sampler=nan"], "the flag takes a name and a whole number to 999999"),
+        (["{record}", "--environments", "rollout=4"], "no calls of 'rollout' that wait for a process are recorded"),
         (["{record}", "--stage", "rollout=lognormal(1)"], "lognormal takes 2 numbers"),
         (["{record}", "--cores", "0"], "cores"),
         (["{record}", "--cores", "1e-300"], "a machine has 0.01 to 1,000,000 cores"),

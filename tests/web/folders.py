@@ -8,9 +8,12 @@ from typing import Any
 
 import msgspec
 
+from pipeline.declare.task import Task
+from pipeline.declare.times import ENVIRONMENT, GENERATE, PROCESS, SampleTimes
 from pipeline.plan.plan import Plan
 from pipeline.plan.samples import keep_vocabulary
 from pipeline.record import trace
+from pipeline.record.spent import spent
 from pipeline.rundir import RunDir
 from tests.unit.records import simulated
 
@@ -53,6 +56,59 @@ def run_of(path: Path, **options: Any) -> RunDir:
     """Write a complete simulated run."""
     plan, events = simulated(**options)
     return written(path, plan, events)
+
+
+def episodes_of(path: Path, **options: Any) -> RunDir:
+    """Write a simulated run whose rollouts have the times of two episodes per group, and whose samples have turns: the
+    first of two turns ended as `answered`, the second of one as `failed`."""
+    plan, events = simulated(**options)
+    timed: list[trace.TraceEvent] = []
+    for event in events:
+        timed.append(event)
+        if isinstance(event, trace.Ran) and event.stage == "rollout":
+            task = Task(stage=event.stage, step=event.step, groups=event.groups, number=event.task)
+            timed += [spent(task, group, _episodes(event), {}, (event.group, event.worker)) for group in event.groups]
+    run_dir = written(path, plan, timed)
+    for file in run_dir.path.glob("samples/*.jsonl"):
+        (row,) = map(msgspec.json.decode, file.read_bytes().splitlines())
+        key = row["key"].partition("_")[0]
+        rows = [row | {"key": f"{key}_g{n:03d}"} | turns for n, turns in enumerate(TURNS)]
+        file.write_bytes(b"".join(msgspec.json.encode(one) + b"\n" for one in rows))
+    return run_dir
+
+
+def _episodes(event: trace.Ran) -> list[SampleTimes]:
+    """Return two episodes that are sampled for the first half of a task; the environment of one works from then on, and
+    the other one waits for it from the third quarter on."""
+    quarter_s = (event.end_s - event.start_s) / 4
+    both = [SampleTimes(event.start_s), SampleTimes(event.start_s)]
+    for one in both:
+        one.until(GENERATE, event.start_s + 2 * quarter_s)
+    both[0].until(ENVIRONMENT, event.end_s)
+    both[1].until(GENERATE, event.start_s + 3 * quarter_s)
+    both[1].until(PROCESS, event.end_s)
+    return both
+
+
+def _turns(end: str, *parts: tuple[str, bool]) -> dict[str, Any]:
+    ids = [byte for text, _ in parts for byte in text.encode()]
+    lengths = [len(text.encode()) for text, _ in parts]
+    return {
+        "response_ids": ids,
+        "rollout_logprobs": [0.0] * len(ids),
+        "token_versions": [0 if drawn else -1 for text, drawn in parts for _ in text.encode()],
+        "turn_ends": [sum(lengths[: n + 1]) for n, (_, drawn) in enumerate(parts) if drawn],
+        "turn_rewards": [-0.5 for _, drawn in parts if drawn],
+        "end": end,
+        "conversation": "[]",
+        "response": parts[-1][0],
+    }
+
+
+TURNS = (
+    _turns("answered", ("17*23=", True), ("391>", False), ("<b>391</b>", True)),
+    _turns("failed:0:ValueError", ("17+=", True)),
+)
 
 
 def _metrics(step: int) -> dict[str, float]:

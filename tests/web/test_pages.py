@@ -12,7 +12,7 @@ import pytest
 
 from pipeline.record import trace
 from tests.unit.records import simulated
-from tests.web.folders import append, run_of, written
+from tests.web.folders import append, episodes_of, run_of, written
 from tests.web.hostile import HOSTILE
 from tests.web.serving import serving
 
@@ -27,6 +27,7 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     run_of(folder / "ahead", steps=12, sampler=2, max_staleness=2, on_stale="drop", refit="in_flight")
     run_of(folder / "plain", steps=6)
+    episodes_of(folder / "episodes", steps=6)
     plan, events = simulated(steps=6)
     failed = trace.Failed(stage="train", step=1, error="it broke", problems=("train: it broke",), at_s=1e3)
     written(folder / "broken", plan, [*events[:60], failed])
@@ -90,9 +91,11 @@ def test_every_page_is_accessible_and_fits(opened, size, theme):
     from axe_playwright_python.sync_playwright import Axe
 
     tab = opened("ahead", size=size, theme=theme)
-    for page in PAGES:
-        tab.evaluate(f"location.hash = '#/ahead/{page}'")
+    for run, page in (*(("ahead", page) for page in PAGES), ("episodes", "timeline"), ("episodes", "samples")):
+        tab.evaluate(f"location.hash = '#/{run}/{page}'")
+        tab.wait_for_selector(f".tabs a[href='#/{run}/{page}'][aria-current=page]", timeout=WAIT_MS)
         tab.wait_for_timeout(400)
+        tab.wait_for_selector("main[aria-busy=false] :is(.card, table, select)", timeout=WAIT_MS)
         if page == "compare":
             tab.select_option("#other", "plain")
             tab.wait_for_selector(".metric canvas", timeout=WAIT_MS)
@@ -150,6 +153,42 @@ def test_unlikely_tokens_are_marked(opened):
     colours = [colour for _, _, colour in tokens]
     assert len(set(colours[:19])) == 19 and colours[0].endswith("/ 0)")
     assert colours[19] == colours[20] == strongest[2]
+
+
+def test_episodes_show_what_they_wait_for(opened):
+    """Where the strip is full, both are sampled; later, one is sampled and the other's environment works; then none."""
+    tab = opened("episodes")
+    card = tab.locator("section.card", has_text="How do episodes spend their time?")
+    card.get_by_text(re.compile(r"for 2\d(\.\d)? % of the time, all wait for environments")).wait_for(timeout=WAIT_MS)
+    tab.get_by_text("environments, for which all episodes wait").wait_for(timeout=WAIT_MS)
+    path = tab.locator("section.card", has_text="Why is a step as slow as it is?")
+    assert re.search(r"rollout\n.*\n.*\n(generate|environment)\n", path.inner_text())
+    tab.click("text=Timeline")
+    tab.wait_for_selector("ul[aria-label=Episodes]")
+    tab.click("text=Whole run")
+    box = tab.locator("canvas").bounding_box()
+    told = set()
+    for x in range(130, int(box["width"]), 4):
+        tab.locator("canvas").hover(position={"x": x, "y": 26 + 20 + 30})
+        told |= {tip.partition("\n")[2] for tip in tab.locator(".tip").all_inner_texts()}
+    assert told == {"8 generate", "4 generate\n4 environment", "4 environment\n4 process"}
+
+
+def test_turns_are_folded_and_what_the_policy_did_not_draw_is_grey(opened):
+    tab = opened("episodes", "samples")
+    first = tab.locator(".response").first
+    first.wait_for(timeout=WAIT_MS)
+    assert first.locator("details").evaluate_all("all => all.map(one => one.open)") == [False, True]
+    texts = first.locator("details .text").evaluate_all("all => all.map(one => one.textContent)")
+    assert texts == ["17*23=", "391><b>391</b>"]
+    grey = first.locator(".inserted").evaluate_all("all => all.map(one => one.textContent)")
+    assert "".join(grey) == "391>" and "end answered" in first.inner_text().replace("\n", " ")
+    assert "reward -0.5" in first.locator("summary").first.inner_text()
+    tab.select_option("#end", "failed")
+    assert tab.locator(".response").count() == 1
+    assert "failed:0:ValueError" in tab.locator(".response footer").inner_text()
+    tab.click("text=Shade unlikely tokens")
+    assert tab.locator(".response .token").count() == 4
 
 
 def test_a_failed_run_says_what_failed(opened):

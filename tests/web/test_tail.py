@@ -14,7 +14,7 @@ from pipeline.web.page_rows import PageRows
 from pipeline.web.tail import Record
 from tests.examples import few
 from tests.unit.records import resumed, simulated
-from tests.web.folders import append, run_of, written
+from tests.web.folders import append, episodes_of, written
 
 pytestmark = pytest.mark.journal_expected  # simulated records without the files of a real run
 
@@ -70,14 +70,17 @@ def test_what_is_written_later_is_seen_and_half_a_line_is_not(tmp_path):
     assert record.picture().ended
 
 
-def test_spans_that_are_long_ago_are_left_out(tmp_path, monkeypatch):
-    run_dir = run_of(tmp_path / "run", steps=6)
+def test_spans_and_episodes_that_are_long_ago_are_left_out(tmp_path, monkeypatch):
+    run_dir = episodes_of(tmp_path / "run", steps=6)  # of four groups of two
     monkeypatch.setattr(tail, "EVENTS", 10)
     monkeypatch.setattr(tail, "SPANS", 30)
+    monkeypatch.setattr(tail, "EPISODES", 16)
     record = Record(run_dir.path)
     everything, shown = joined(advanced(record)), joined(blocks_from(record, 0))
     assert 30 <= len(shown["spans"]) <= 50 < len(everything["spans"])
-    assert shown["spans"] == everything["spans"][-len(shown["spans"]) :]
+    assert 8 <= len(shown["spent"]) <= 12 < len(everything["spent"]) == 24
+    for name in ("spans", "spent"):
+        assert shown[name] == everything[name][-len(shown[name]) :]
     assert shown["steps"] == everything["steps"]
 
 

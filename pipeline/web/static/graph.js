@@ -2,6 +2,7 @@
 
 import { bytes, Card, colourOf, Copy, html, number, percent, plural, seconds, Swatch, useLoaded, useState } from "./ui.js";
 import { get } from "./api.js";
+import { SAYS } from "./episodes.js";
 
 const ICONS = { running: "▶", waiting: "◷", ready: "◔", idle: "○", done: "✓", failed: "✕" };
 
@@ -14,6 +15,7 @@ export function Graph({ run }) {
       <${Verdict} run=${run} />
       <${Hints} run=${run} />
       <${Idle} run=${run} />
+      <${Episodes} run=${run} />
     </aside>
   </div>`;
 }
@@ -79,7 +81,9 @@ export function Verdict({ run }) {
     <p class="verdict">${path.sentence}</p>
     <div class="stack" aria-hidden="true">${stages.map(([name, value]) => html`<span key=${name} style=${{ flexGrow: value / total, background: colourOf(run.about.plan, name) }}></span>`)}</div>
     <ul class="legend">${stages.filter(([, value]) => value / total >= 0.005).map(([name, value]) => html`<li key=${name}><${Swatch} colour=${colourOf(run.about.plan, name)} />
-      <span class="grow">${name === "no stage" ? "no stage (the driver, or nothing admitted)" : name}</span><span class="num">${seconds(value)}</span><span class="num dim">${percent(value / total)}</span></li>`)}</ul>
+      <span class="grow">${name === "no stage" ? "no stage (the driver, or nothing admitted)" : name}</span><span class="num">${seconds(value)}</span><span class="num dim">${percent(value / total)}</span></li>
+      ${Object.entries((path.by_part || {})[name] || {}).filter(([part, spent]) => part && spent / total >= 0.005).map(([part, spent]) => html`<li key=${`${name} ${part}`} class="part"><${Swatch} colour=${`var(--e-${part}, var(--line-strong))`} />
+        <span class="grow">${part}</span><span class="num">${seconds(spent)}</span><span class="num dim">${percent(spent / total)}</span></li>`)}`)}</ul>
     <p class="small dim">Seconds on the critical path, mean of ${plural(found.window[2], "step")}.</p><//>`;
 }
 
@@ -97,6 +101,7 @@ function waits(part) {
   if (part.cause === "field" || part.cause === "weights") return `${part.field || "weights"}${part.stage ? `, from ${part.stage}` : ""}`;
   if (part.cause === "fence") return `${part.stage}, which must not run at the same time`;
   if (part.cause === "worker") return `the worker, busy with ${part.stage || "something else"}`;
+  if (part.cause === "environment") return `environments, for which all episodes wait`;
   if (part.cause === "driver") return "the driver: reports and tasks in transit";
   if (part.cause === "room") return "groups that are not admitted yet";
   return part.stage ? `${part.cause}: ${part.stage}` : part.cause;
@@ -108,6 +113,14 @@ export function Idle({ run }) {
   return html`<${Card} title="What do workers wait for?">
     ${groups.map((group) => html`<div key=${group.group}><h3>${group.group}: idle ${percent(group.wall_s ? group.idle_s / group.wall_s : 0)} of the time</h3>
       <ul class="legend">${group.parts.filter((part) => part.seconds / group.wall_s >= 0.005).slice(0, 5).map((part) => html`<li key=${waits(part)}><${Swatch} colour=${colourOf(run.about.plan, part.stage)} /><span class="grow">${waits(part)}</span><span class="num dim">${percent(part.seconds / group.wall_s)}</span></li>`)}</ul></div>`)}<//>`;
+}
+
+export function Episodes({ run }) {
+  const found = (run.findings && run.findings.episodes) || [];
+  return found.map((one) => html`<${Card} key=${one.stage} title="How do episodes spend their time?">
+    <p class="lead">${one.stage}: an episode takes ${seconds(one.seconds)}${one.waiting === null ? "" : `; for ${percent(one.waiting)} of the time, all wait for environments`}.</p>
+    <ul class="legend">${Object.entries(one.parts).map(([part, spent]) => html`<li key=${part}><${Swatch} colour=${`var(--e-${part}, var(--line-strong))`} /><span class="grow">${part}${SAYS[part] ? html`<span class="dim">: ${SAYS[part]}</span>` : ""}</span><span class="num">${seconds(spent)}</span><span class="num dim">${percent(one.seconds ? spent / one.seconds : 0)}</span></li>`)}</ul>
+    <p class="small dim">Mean of ${plural(one.episodes, "episode")}.</p><//>`);
 }
 
 // Bytes per step that an edge carries; columns with one entry per token are estimated from the mean response length.

@@ -1,12 +1,15 @@
 // Arranges spans in rows and draws them: one lane per worker, with more rows if its tasks overlap. Keeps no page state.
 
+import { counted, countsAt, KINDS } from "./episodes.js";
+
 const HEAD = 26, ROWS = 8;
 const LARGE = { bar: 18, gap: 2, space: 10, label: true };
 const TALL = 2400; // pixels; if the lanes do not fit, they are drawn as thin lines with one name per group
+const STRIP = 44; // pixels of the open episodes below the tasks of their worker
 export const GUTTER = 128;
 
 // Lanes in the order of the plan, each with rows of spans sorted by start.
-export function arrange(plan, spans) {
+export function arrange(plan, spans, spent = []) {
   const lanes = [];
   const byWorker = new Map();
   for (const group of plan.groups) {
@@ -28,11 +31,16 @@ export function arrange(plan, spans) {
     row.spans.push(span);
     row.end = Math.max(row.end, span[6]);
   }
+  for (const lane of lanes) {
+    const rows = spent.filter((row) => row[1] === lane.group && row[2] === lane.worker);
+    if (rows.length) lane.episodes = counted(rows);
+  }
   const size = sized(lanes);
   let y = HEAD;
   lanes.forEach((lane, place) => {
     lane.y = y;
-    lane.height = Math.max(1, lane.rows.length) * (size.bar + size.gap);
+    lane.tasks = Math.max(1, lane.rows.length) * (size.bar + size.gap);
+    lane.height = lane.tasks + (lane.episodes && size.label ? STRIP : 0);
     const next = lanes[place + 1];
     y += lane.height + (next && next.group === lane.group ? size.space : LARGE.space);
     if (!size.label && lane.workers > 1) lane.name = `${lane.group}, ${lane.workers}`;
@@ -68,6 +76,15 @@ export function spanAt(made, view, width, x, y) {
     if (row.spans[n][6] >= at - near) return row.spans[n];
   }
   return null;
+}
+
+// The lane and the time of a place on a strip of episodes.
+export function episodesAt(made, view, width, x, y) {
+  const lane = made.lanes.find((one) => y >= one.y + one.tasks && y < one.y + one.height);
+  if (!lane || x < GUTTER) return null;
+  const at = view[0] + ((x - GUTTER) / (width - GUTTER)) * (view[1] - view[0]);
+  const counts = countsAt(lane.episodes, at);
+  return counts && counts.some((count) => count) ? { counts, at } : null;
 }
 
 export function ticks(view, width) {
@@ -112,7 +129,11 @@ export function draw(canvas, made, scene, look) {
     context.fillStyle = look.sunk;
     context.fillRect(GUTTER, lane.y, width - GUTTER, lane.height);
     context.fillStyle = look.text;
-    if (made.size.label || !lane.worker) context.fillText(short(lane.name), 8, lane.y + Math.min(lane.height, LARGE.bar + LARGE.gap) / 2);
+    if (made.size.label || !lane.worker) context.fillText(short(lane.name), 8, lane.y + Math.min(lane.tasks, LARGE.bar + LARGE.gap) / 2);
+    if (lane.height > lane.tasks) {
+      context.fillStyle = look.dim;
+      context.fillText("episodes", 8, lane.y + lane.tasks + STRIP / 2);
+    }
   }
   context.save();
   context.beginPath();
@@ -141,9 +162,26 @@ export function draw(canvas, made, scene, look) {
   for (const lane of made.lanes) {
     lane.rows.forEach((row, place) => bars(context, row.spans, lane.y + place * (made.size.bar + made.size.gap) + 1, { view, x, look, chosen, bar: made.size.bar }));
   }
+  for (const lane of made.lanes) if (lane.height > lane.tasks) strip(context, lane, { view, x, look, width });
   for (const task of tasks) running(context, made, task, Math.max(now, task.start), { x, look });
   route(context, made, paths, { view, x, look });
   context.restore();
+}
+
+// The open episodes of a worker, stacked by what they wait for, pixel by pixel.
+function strip(context, lane, { view, x, look, width }) {
+  const { times, most } = lane.episodes;
+  const [left, right] = [Math.max(GUTTER, x(times[0])), Math.min(width, x(times[times.length - 1]))];
+  for (let pixel = Math.floor(left); pixel < right; pixel += 1) {
+    const counts = countsAt(lane.episodes, view[0] + ((pixel + 0.5 - GUTTER) / (width - GUTTER)) * (view[1] - view[0]));
+    let y = lane.y + lane.height;
+    for (let kind = 0; counts && kind < KINDS.length; kind += 1) {
+      const height = (counts[kind] / most) * (STRIP - 4);
+      y -= height;
+      context.fillStyle = look.episode(KINDS[kind]);
+      if (height) context.fillRect(pixel, y, 1, height);
+    }
+  }
 }
 
 function bars(context, spans, y, { view, x, look, chosen, bar }) {
@@ -176,7 +214,7 @@ function bars(context, spans, y, { view, x, look, chosen, bar }) {
 function running(context, made, task, now, { x, look }) {
   for (const lane of made.lanes) {
     if (lane.group !== task.group || (task.replica !== null && lane.worker !== task.replica)) continue;
-    const y = lane.y + lane.height - made.size.bar - made.size.gap / 2;
+    const y = lane.y + lane.tasks - made.size.bar - made.size.gap / 2;
     context.globalAlpha = 0.55;
     context.fillStyle = look.stage(task.stage);
     context.fillRect(x(task.start), y, Math.max(2, x(now) - x(task.start)), made.size.bar);

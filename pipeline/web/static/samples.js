@@ -20,17 +20,29 @@ function grouped(rows) {
   });
 }
 
+// The kind of an episode's end, "failed" for "failed:2:OSError", and how many samples have each.
+const kindOf = (row) => String(row.end).split(":")[0];
+
+function endsOf(rows) {
+  const counts = new Map();
+  for (const row of rows) if (row.end !== undefined) counts.set(kindOf(row), (counts.get(kindOf(row)) || 0) + 1);
+  return [...counts].sort((a, b) => b[1] - a[1]);
+}
+
 export function Samples({ run }) {
   const [step, setStep] = useState(null);
   const [order, setOrder] = useState("admitted");
   const [filter, setFilter] = useState("");
   const [shaded, setShaded] = useState(false);
+  const [end, setEnd] = useState("");
   const when = step === null ? run.now.step : "chosen";
   const { value, error } = useLoaded(() => get(`runs/${run.name}/samples${step === null ? "" : `?step=${step}`}`), [run.name, step, when]);
   if (error) return html`<div class="alert" role="alert">${error}</div>`;
   if (!value) return html`<${Empty}>Reading samples …<//>`;
   if (!value.steps.length) return html`<${Empty}>No samples were kept yet. A step keeps some groups of its batch: Schedule(keep_groups=...).<//>`;
-  const wanted = grouped(value.rows).filter((group) => group.members.some((row) => JSON.stringify(row).toLowerCase().includes(filter.toLowerCase())));
+  const ends = endsOf(value.rows);
+  const chosen = ends.some(([name]) => name === end) ? value.rows.filter((row) => kindOf(row) === end) : value.rows;
+  const wanted = grouped(chosen).filter((group) => group.members.some((row) => JSON.stringify(row).toLowerCase().includes(filter.toLowerCase())));
   const ordered = wanted.sort(ORDERS[order][1]);
   const at = value.steps.indexOf(value.step);
   return html`<div class="toolbar">
@@ -41,6 +53,8 @@ export function Samples({ run }) {
       <label class="sr" for="order">Order</label>
       <select id="order" class="button" value=${order} onChange=${(event) => setOrder(event.target.value)}>${Object.entries(ORDERS).map(([name, [text]]) => html`<option key=${name} value=${name}>${text}</option>`)}</select>
       <label class="sr" for="find">Find</label><input id="find" class="button" type="search" placeholder="find in texts" value=${filter} onInput=${(event) => setFilter(event.target.value)} />
+      ${ends.length > 0 && html`<label class="sr" for="end">End</label>
+        <select id="end" class="button" value=${end} onChange=${(event) => setEnd(event.target.value)}><option value="">any end</option>${ends.map(([name, count]) => html`<option key=${name} value=${name}>${name} (${count})</option>`)}</select>`}
       ${value.rows.some((row) => row.tokens) && html`<button class="button" aria-pressed=${shaded} onClick=${() => setShaded(!shaded)}>Shade unlikely tokens</button>`}
     </div>
     ${shaded && html`<p class="small dim legendline">The stronger a token is marked, the less likely it was when it was sampled: fully at <span class="token" style=${{ "--shade": "100%" }}>1 %</span> or less.</p>`}
@@ -48,14 +62,31 @@ export function Samples({ run }) {
     <${Prompts} run=${run} />`;
 }
 
-const PLAIN = new Set(["step", "key", "group", "version", "prompt", "answer", "response", "reward", "advantage", "truncated", "tokens"]);
+const PLAIN = new Set(["step", "key", "group", "version", "prompt", "answer", "response", "reward", "advantage", "truncated", "tokens", "turn_ends", "turn_rewards", "conversation", "end"]);
 
 // How strongly a token is marked, in percent: 0 if it was certain, 100 at a probability of 1 % or less.
 const shade = (nats) => Math.round(100 * Math.min(1, -nats / Math.log(100)));
 
+function Token({ token: [text, nats, drawn], shaded }) {
+  if (drawn === false) return html`<span class="inserted" title="not drawn by the policy">${text}</span>`;
+  return shaded ? html`<span class="token" style=${{ "--shade": `${shade(nats)}%` }} title=${`${percent(Math.exp(nats))} (${nats} nats)`}>${text}</span>` : text;
+}
+
+// The turns of an episode: what was said to the policy, in grey, and its reply. All but the last are folded.
+function Turns({ row, shaded }) {
+  return row.turn_ends.map((end, n) => {
+    const last = n === row.turn_ends.length - 1;
+    const tokens = row.tokens.slice(n ? row.turn_ends[n - 1] : 0, last ? row.tokens.length : end);
+    const reply = tokens.filter((one) => one[2] !== false).map(([text]) => text).join("");
+    return html`<details key=${n} class="turn" open=${last}><summary><strong>Turn ${n + 1}</strong> <span class="dim">${plural(tokens.length, "token")}${row.turn_rewards && row.turn_rewards[n] ? `, reward ${number(row.turn_rewards[n])}` : ""}</span> <code>${reply.length > 40 ? `${reply.slice(0, 40)}…` : reply}</code></summary>
+      <p class="text" tabindex="0">${tokens.map((token, place) => token[0] && html`<${Token} key=${place} token=${token} shaded=${shaded} />`)}</p></details>`;
+  });
+}
+
 function Response({ row, shaded }) {
+  if (row.tokens && row.turn_ends) return html`<${Turns} row=${row} shaded=${shaded} />`;
   if (shaded && row.tokens) {
-    return html`<p class="text" tabindex="0">${row.tokens.map(([text, nats], n) => text && html`<span key=${n} class="token" style=${{ "--shade": `${shade(nats)}%` }} title=${`${percent(Math.exp(nats))} (${nats} nats)`}>${text}</span>`)}</p>`;
+    return html`<p class="text" tabindex="0">${row.tokens.map((token, n) => token[0] && html`<${Token} key=${n} token=${token} shaded=${true} />`)}</p>`;
   }
   return html`<p class="text" tabindex="0">${row.response === undefined ? "" : String(row.response) || "(empty)"}</p>`;
 }
@@ -68,8 +99,8 @@ function Group({ group, shaded }) {
     ${first.answer !== undefined && html`<p class="small dim wrap">Answer: <code>${String(first.answer)}</code></p>`}
     <div class="responses" tabindex="0" role="group" aria-label="Responses">${group.members.map((row) => html`<article key=${row.key} class=${`response ${row.advantage > 0 ? "up" : row.advantage < 0 ? "down" : ""}`}>
       <${Response} row=${row} shaded=${shaded} />
-      <footer><span>reward <b>${number(row.reward)}</b></span>${row.advantage !== undefined && html`<span>advantage <b>${row.advantage > 0 ? "+" : ""}${number(row.advantage)}</b></span>`}</footer>
-      <p class="small dim">version ${row.version}${row.truncated ? ", truncated" : ""}${Object.keys(row).filter((name) => !PLAIN.has(name)).map((name) => html`<br key=${name} /><span class="wrap">${name}: ${String(row[name])}</span>`)}</p>
+      <footer><span>reward <b>${number(row.reward)}</b></span>${row.advantage !== undefined && html`<span>advantage <b>${row.advantage > 0 ? "+" : ""}${number(row.advantage)}</b></span>`}${row.end !== undefined && html`<span class="wrap">end <strong>${row.end}</strong></span>`}</footer>
+      <p class="small dim">version ${row.version}${row.truncated ? ", truncated" : ""}${row.turn_ends ? `, ${plural(row.turn_ends.length, "turn")}` : ""}${Object.keys(row).filter((name) => !PLAIN.has(name)).map((name) => html`<br key=${name} /><span class="wrap">${name}: ${String(row[name])}</span>`)}</p>
     </article>`)}</div></section>`;
 }
 

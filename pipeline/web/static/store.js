@@ -3,6 +3,7 @@
 import { follow, get } from "./api.js";
 
 const SPANS = 200000; // maximum number of spans that a page keeps; older ones are dropped
+const EPISODES = 8000; // and of episodes
 
 export class Run {
   constructor(name) {
@@ -17,6 +18,7 @@ export class Run {
   clear() {
     this.now = null;
     this.spans = [];
+    this.spent = [];
     this.turns = [];
     this.steps = [];
     this.published = [];
@@ -47,9 +49,12 @@ export class Run {
     }
     if (name === "rows") {
       const before = this.steps.length;
-      for (const kind of ["spans", "turns", "steps", "published", "trained", "dropped", "notes"]) {
+      for (const kind of ["spans", "spent", "turns", "steps", "published", "trained", "dropped", "notes"]) {
         for (const row of data[kind] || []) this[kind].push(row);
       }
+      let episodes = 0, kept = this.spent.length;
+      while (kept && (episodes += this.spent[kept - 1][6].length) <= EPISODES) kept -= 1;
+      this.spent.splice(0, kept);
       if (this.spans.length > SPANS) this.spans.splice(0, this.spans.length - SPANS);
       this.changes += 1;
       if (this.steps.length > before) this.find();

@@ -1,8 +1,9 @@
 // The tasks of every worker over time, and the critical path. Drag or arrow keys move; Ctrl and wheel, + and - zoom.
 
 import { Card, colourOf, html, number, seconds, Swatch, useEffect, useLayoutEffect, useMemo, useRef, useState } from "./ui.js";
-import { arrange, draw, GUTTER, spanAt } from "./lanes.js";
-import { Idle, Verdict } from "./graph.js";
+import { arrange, draw, episodesAt, GUTTER, spanAt } from "./lanes.js";
+import { inWords, KINDS, SAYS } from "./episodes.js";
+import { Episodes, Idle, Verdict } from "./graph.js";
 
 const LOUD = new Set(["failed", "retried", "diverged"]); // events whose kind is shown
 const LATEST = 5; // number of steps shown initially
@@ -14,7 +15,7 @@ function looks(plan) {
   return {
     sunk: value("--sunk"), line: value("--line"), strong: value("--line-strong"), text: value("--text"), dim: value("--dim"),
     path: value("--path"), onColour: value("--on-c"), font: getComputedStyle(document.body).fontFamily,
-    stage: (name) => colours.get(name) || value("--line-strong"),
+    stage: (name) => colours.get(name) || value("--line-strong"), episode: (kind) => value(`--e-${kind}`),
   };
 }
 
@@ -30,7 +31,7 @@ export function Timeline({ run }) {
   const [follow, setFollow] = useState(run.live);
   const [chosen, choose] = useState(null);
   const [tip, setTip] = useState(null);
-  const made = useMemo(() => arrange(run.about.plan, run.spans), [run, run.changes]);
+  const made = useMemo(() => arrange(run.about.plan, run.spans, run.spent), [run, run.changes]);
   const paths = (run.findings && run.findings.paths) || [];
   const shown = follow && run.live ? [run.clock - (view[1] - view[0]), run.clock] : view;
   const scene = {
@@ -97,7 +98,9 @@ export function Timeline({ run }) {
       return;
     }
     const span = spanAt(made, shown, width, x, y);
-    setTip(span ? { span, x: Math.min(x + 12, width - 240), y: y + 12 } : null);
+    const open = span ? null : episodesAt(made, shown, width, x, y);
+    const text = span ? textOf(span) : open && inWords(open.counts, open.at);
+    setTip(text ? { text, x: Math.min(x + 12, width - 240), y: y + 12 } : null);
   };
   const up = (event) => {
     const [x, y, width] = place(event);
@@ -121,13 +124,14 @@ export function Timeline({ run }) {
       <div class="lanes">
         <canvas ref=${canvas} tabindex="0" role="img" onKeyDown=${press} onPointerDown=${down} onPointerMove=${over} onPointerUp=${up} onPointerLeave=${() => setTip(null)}
           aria-label=${`${number(run.spans.length)} tasks on ${made.lanes.length} workers, ${seconds(shown[0])} to ${seconds(shown[1])}. Arrows move, plus and minus zoom, brackets go from task to task.`}></canvas>
-        ${tip && html`<div class="tip" style=${{ left: `${tip.x}px`, top: `${tip.y}px` }}>${textOf(tip.span)}</div>`}
+        ${tip && html`<div class="tip" style=${{ left: `${tip.x}px`, top: `${tip.y}px` }}>${tip.text}</div>`}
       </div>
       <ul class="keys">${run.about.plan.stages.map((stage) => html`<li key=${stage.name}><${Swatch} colour=${colourOf(run.about.plan, stage.name)} />${stage.name}</li>`)}
         <li><span class="swatch" style=${{ background: "var(--path)", height: "3px", width: "20px" }}></span>critical path</li></ul>
+      ${run.spent.length > 0 && html`<ul class="keys" aria-label="Episodes">${KINDS.map((kind) => html`<li key=${kind} title=${SAYS[kind]}><${Swatch} colour=${`var(--e-${kind})`} />${kind}</li>`)}</ul>`}
       <p class="small dim" aria-live="polite">${chosen ? textOf(chosen).replaceAll("\n", ", ") : "Drag to move, Ctrl and wheel to zoom; keys: ← → + − Home End [ ]."}</p>
     </section>
-    <div class="split"><${Verdict} run=${run} /><${Idle} run=${run} /></div>
+    <div class="split"><${Verdict} run=${run} /><div><${Idle} run=${run} /><${Episodes} run=${run} /></div></div>
     <${Story} run=${run} />
     <${Tasks} run=${run} made=${made} />`;
 }

@@ -25,6 +25,7 @@ from typing import Any
 
 import msgspec
 
+from pipeline.declare.times import ENVIRONMENT, WORKER, SampleTimes
 from stages.episode.endpoint.keeper import EndCommand, EndedCommand, StartCommand
 from stages.episode.endpoint.server import HOST, MODEL, EndpointServer
 from stages.episode.endpoint.session import CommandEnded, NextRequest, Session
@@ -46,11 +47,18 @@ class CommandPlace:
         self._key = f"sk-{secrets.token_hex(16)}"
         self._session: Session | None = None  # from the start to the end of the command
 
-    async def ask(self, method: str, episode: int, deadline_s: float, **given: Any) -> HostAnswer:
+    async def ask(
+        self, method: str, episode: int, deadline_s: float, times: SampleTimes | None = None, **given: Any
+    ) -> HostAnswer:
         """Start the command and wait for its first request ("open"), answer it and wait for the next ("turn"), or end
         the command ("close"). Raises EnvironmentFailedError if it takes longer than `deadline_s` seconds, or the
-        command fails."""
-        return await asyncio.wrap_future(self.start(method, episode, deadline_s, **given))
+        command fails. `times` gets the time of the command."""
+        times = times or SampleTimes()
+        times.until(WORKER)
+        try:
+            return await asyncio.wrap_future(self.start(method, episode, deadline_s, **given))
+        finally:
+            times.until(ENVIRONMENT)
 
     def start(self, method: str, episode: int, deadline_s: float, **given: Any) -> Future[HostAnswer]:
         """Do as `ask` does, without waiting."""
