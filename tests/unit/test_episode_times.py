@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from itertools import pairwise
 
 import msgspec
@@ -9,9 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeline.analyse import main
 from pipeline.analysis.critical_path import critical_path, step_paths
 from pipeline.analysis.episodes import alone, episode_times, waits, waits_by_task
 from pipeline.analysis.gaps import gaps
+from pipeline.analysis.perfetto import perfetto
+from pipeline.analysis.tables import tables
 from pipeline.declare.task import Task
 from pipeline.declare.times import ENVIRONMENT, GENERATE, PROCESS, QUEUE, WORKER, SampleTimes
 from pipeline.record import trace
@@ -19,6 +23,7 @@ from pipeline.record.history import Tasks, step_ends
 from pipeline.record.spent import UNIT_S, parts_of, spent
 from tests.examples import few
 from tests.unit.test_analysis import Record, planned, step
+from tests.web.folders import episodes_of
 
 NAMES = (QUEUE, GENERATE, PROCESS, ENVIRONMENT, WORKER, "another")
 PARTS = st.lists(st.tuples(st.sampled_from(NAMES), st.floats(0, 20)), max_size=12)
@@ -148,3 +153,18 @@ def test_episodes_are_summed_by_part():
     )
     assert next(iter(found.parts)) == ENVIRONMENT and found.seconds == pytest.approx(sum(found.parts.values()))
     assert waits([]) == [] and episode_times(Tasks([]), {}, 0.0, 1.0) == []
+
+
+@pytest.mark.journal_expected  # it has no checkpoints
+def test_the_command_and_the_tables_have_the_parts(tmp_path, capsys):
+    """Of a run whose episodes are sampled for half of each task, along the path; then their environments work."""
+    run = episodes_of(tmp_path / "run", steps=6).path
+    assert main([str(run)]) == 0
+    told = capsys.readouterr().out
+    assert re.search(r"\n  generate +[\d.]+ s +\d+ %", told) and re.search(r"\n  environment +[\d.]+ s", told)
+    assert re.search(r"sampler .* \d+ % rollout \(environment\)", told)
+    assert re.search(r"rollout: an episode takes .*% generate, .*; for 25 % of the time, all wait for environ", told)
+    head, *rows = [line.split(",") for line in "".join(tables(run)["path.csv"]).splitlines()]
+    parts = {row[head.index("part")] for row in rows if row[head.index("stage")] == "rollout"}
+    assert {GENERATE, ENVIRONMENT} <= parts
+    assert '"rollout: generate"' in "".join(perfetto(run))
