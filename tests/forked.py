@@ -8,7 +8,8 @@ passes its arguments, environment and standard streams to the forking process, a
 
     Command("-m", "pipeline.run", "graph.py", "--executor", "local", cwd=folder, stderr=subprocess.PIPE, text=True)
 
-is `python -m pipeline.run ...` as a subprocess.Popen, without its imports.
+is `python -m pipeline.run ...` as a subprocess.Popen, without its imports. One descriptor in `pass_fds` is number 3
+there.
 
     Command("-m", "pipeline.run", "graph.py", env=os.environ | FORKS)
 
@@ -110,6 +111,7 @@ class Command(subprocess.Popen):
 
         asked_for = inspect.signature(subprocess.Popen._execute_child).bind(self, *given).arguments
         streams = [i if asked_for[name] == -1 else asked_for[name] for i, name in enumerate(OF_CHILD)]
+        streams += asked_for["pass_fds"]
         request = {
             "argv": asked_for["args"],
             "environment": dict(os.environ if asked_for["env"] is None else asked_for["env"]),
@@ -227,7 +229,7 @@ def become(asking: socket.socket) -> None:
     import runpy
 
     with asking:
-        _, ((_, _, streams),), _, _ = asking.recvmsg(1, socket.CMSG_SPACE(12))
+        _, ((_, _, streams),), _, _ = asking.recvmsg(1, socket.CMSG_SPACE(16))
         wanted: dict[str, Any] = json.loads(asking.makefile().read())
     for to, stream in enumerate(array.array("i", streams)):
         os.dup2(stream, to)

@@ -119,6 +119,9 @@ class Environment:
         """Release what the state holds. Called once per state, also if a turn raised; not if the process died."""
 
 
-def has_coroutines(environment: Environment) -> bool:
-    """Return whether one of its methods is a coroutine, so that several calls may run at the same time."""
-    return any(inspect.iscoroutinefunction(getattr(environment, method)) for method in ("open", "turn", "close"))
+METHODS = ("open", "turn", "close")
+
+
+def plain_methods(environment: Environment) -> set[str]:
+    """Return its methods that are no coroutines: of these, one call runs at a time."""
+    return {name for name in METHODS if not inspect.iscoroutinefunction(getattr(environment, name))}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import math
 import os
 import socket
 import sys
@@ -22,7 +23,7 @@ import msgspec
 
 from pipeline.errors import message_of
 from stages.episode import children
-from stages.episode.environment import End, Environment, Messages, has_coroutines
+from stages.episode.environment import METHODS, End, Environment, Messages, plain_methods
 from stages.episode.frames import HostAnswer, HostCall, Opening, framed, read_frame
 
 READY, NOT_LOADED = -1, -2  # the numbers of the first answer: the environment is loaded, or cannot be
@@ -34,7 +35,7 @@ class Host:
     def __init__(self, environment: Environment, connection: socket.socket) -> None:
         self._environment, self._connection = environment, connection
         self._loop = asyncio.new_event_loop()
-        self._apart = ThreadPoolExecutor(1) if has_coroutines(environment) else None
+        self._apart = ThreadPoolExecutor(1) if len(plain_methods(environment)) < len(METHODS) else None
         self._states: dict[int, Any] = {}
         self._running: set[asyncio.Task[None]] = set()
 
@@ -75,9 +76,9 @@ class Host:
             return HostAnswer(number=asked.number)
         made = await self._call("turn", self._states[asked.episode], asked.reply)
         if isinstance(made, Messages) and is_said(made.said):
-            return HostAnswer(number=asked.number, said=made.said, reward=float(made.reward))
+            return HostAnswer(number=asked.number, said=made.said, reward=finite(made.reward))
         if isinstance(made, End) and isinstance(made.kind, str) and made.kind:
-            return HostAnswer(number=asked.number, end=made.kind, reward=float(made.reward))
+            return HostAnswer(number=asked.number, end=made.kind, reward=finite(made.reward))
         raise TypeError(f"turn() returned {made!r:.100}; it returns Messages or End")
 
     async def _call(self, method: str, *given: Any) -> Any:
@@ -87,6 +88,13 @@ class Host:
         if self._apart is None:  # nothing else runs meanwhile
             return function(*given)
         return await self._loop.run_in_executor(self._apart, function, *given)
+
+
+def finite(reward: Any) -> float:
+    """Return the reward of a turn. Raises ValueError if it is no finite number."""
+    if not math.isfinite(number := float(reward)):
+        raise ValueError(f"turn() returned the reward {reward}, which is no finite number")
+    return number
 
 
 def is_said(value: Any) -> bool:

@@ -32,7 +32,7 @@ from pipeline import StageError
 from pipeline.declare.times import ENVIRONMENT, PROCESS, WORKER, SampleTimes
 from pipeline.errors import Problem
 from stages.episode import children
-from stages.episode.environment import Environment, has_coroutines
+from stages.episode.environment import Environment, plain_methods
 from stages.episode.frames import HEAD, HostAnswer, HostCall, Opening, framed
 from stages.episode.host import NOT_LOADED, READY
 from stages.pickling import pickled
@@ -128,16 +128,20 @@ class EnvironmentProcess:
         if self.is_lost:
             self._lose()
             return
-        while self._writer is not None and self._queue and self._is_ready:
-            alone = self._processes.one_by_one
-            if alone and self._runs_one:
-                return
-            waiting = self._queue.popleft()
-            self._runs_one = alone
+        while self._writer is not None and self._is_ready and (waiting := self._next()):
+            self._runs_one = self._runs_one or waiting.call.method in self._processes.one_by_one
             self._sent[waiting.call.number] = waiting
             waiting.sent_s = time.monotonic()
             waiting.timer = asyncio.get_running_loop().call_later(waiting.deadline_s, self._overdue, waiting)
             self._writer.write(framed(waiting.call))
+
+    def _next(self) -> _Waiting | None:
+        """Take the next call that may run now. A coroutine overtakes methods that wait for their turn."""
+        for waiting in self._queue:
+            if not (self._runs_one and waiting.call.method in self._processes.one_by_one):
+                self._queue.remove(waiting)
+                return waiting
+        return None
 
     def _check_start(self) -> None:
         if not self._is_ready:
@@ -173,7 +177,8 @@ class EnvironmentProcess:
         if (waiting := self._sent.pop(answer.number, None)) is None:
             return
         waiting.answered_s = time.monotonic()
-        self._runs_one = False
+        if waiting.call.method in self._processes.one_by_one:
+            self._runs_one = False
         if answer.error:
             self._fail(waiting, EnvironmentFailedError(waiting.call.method, *answer.error))
         elif self._is_awaited(waiting):
@@ -205,7 +210,7 @@ class Processes:
         self.pickled = pickled(environment)
         self._count, self._log, self._name = count, log, name
         self.closes = type(environment).close is not Environment.close  # more than to forget the state
-        self.one_by_one = not has_coroutines(environment)  # a process then runs one call at a time
+        self.one_by_one = plain_methods(environment)  # of which a process runs one at a time
         self.unusable: tuple[str, str] | None = None
         self._made, self._episodes = itertools.count(), itertools.count()
         self._places: list[EnvironmentProcess] = []

@@ -13,7 +13,7 @@ from pipeline import Graph, StageContext
 from pipeline.declare.parameters import at_least, broken, truth
 from pipeline.declare.times import ENVIRONMENT
 from pipeline.errors import Problem, shown
-from stages.episode.environment import Environment, Tool, has_coroutines
+from stages.episode.environment import Environment, Tool, plain_methods
 from stages.episode.turn_stage import TurnStage
 
 if TYPE_CHECKING:
@@ -71,8 +71,8 @@ class Episode(TurnStage):
 
     @property
     def at_once(self) -> Mapping[str, int]:
-        """A process runs one call at a time, unless they are coroutines."""
-        return {} if has_coroutines(self.environment) else {ENVIRONMENT: self.environments}
+        """A process runs one turn at a time, unless turns are coroutines."""
+        return {ENVIRONMENT: self.environments} if "turn" in plain_methods(self.environment) else {}
 
     def check(self, graph: Graph) -> Iterable[Problem]:
         """Check the backend, the model, the environment and the parameters."""
