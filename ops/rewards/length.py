@@ -25,7 +25,7 @@ def overlong_penalty(length: int, max_tokens: int, cache: int) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Overlong:
-    """`overlong_penalty` as a reward, for the length of `response_ids`. The attributes are its parameters.
+    """`overlong_penalty` as a reward, for the number of tokens that the policy drew. The attributes are its parameters.
 
     The rollout's max_tokens should be at least this max_tokens; otherwise responses are cut before the full penalty.
     """
@@ -35,8 +35,9 @@ class Overlong:
 
     __name__ = "overlong"
 
-    def __call__(self, response_ids: list[int]) -> float:
-        return overlong_penalty(len(response_ids), self.max_tokens, self.cache)
+    def __call__(self, token_versions: list[int]) -> float:
+        drawn = sum(version >= 0 for version in token_versions)
+        return overlong_penalty(drawn, self.max_tokens, self.cache)
 
     def problems(self) -> Iterator[tuple[str, str, str]]:
         """Yield the problems of the description, as (what, why, fix)."""

@@ -21,7 +21,9 @@ from pipeline.errors import Problem, shown
 from stages.backends import engine
 from stages.episode.environment import Deadlines, Tool
 from stages.model_shape import length_problems
+from stages.reward import Reward
 from stages.rollout import SAMPLING_RULES, check_event, opened_sampler, sampling_of, sampling_problems
+from stages.scoring import fields_of, name_of, where_of
 from stages.vocabulary import (
     CONVERSATION,
     END,
@@ -157,6 +159,8 @@ class TurnStage(Stage, ABC):
                 why="no test has sampled turns with it",
                 fix=f"{has}=False",
             )
+        for stage in graph.all_stages():
+            yield from self._unmasked(stage)
         gate = next((stage for stage in graph.all_stages() if stage.gate), None)
         if gate is None or END not in gate.reads:
             keeps = f"{gate.name!r} keeps" if gate else "no Filter drops"
@@ -166,6 +170,26 @@ class TurnStage(Stage, ABC):
                 why="an episode that its machine has failed is no sample of the policy",
                 fix="Filter(..., episodes=True)" if gate else 'Filter("complete") after it',
             )
+
+    def _unmasked(self, stage: Stage) -> Iterable[Problem]:
+        """What takes tokens for the policy's that it did not draw: it reads them, and makes none of its own."""
+        readers = [(f"stage {stage.name!r}", str(stage.location), [made.name for made in stage.reads])]
+        if isinstance(stage, Reward):
+            readers = [
+                (f"reward {name_of(one)}", where_of(one) or readers[0][1], fields_of(one)) for one in stage.functions
+            ]
+        ragged = RESPONSE_IDS.ragged
+        if stage is self or any(made.ragged == ragged for made in stage.writes):
+            return
+        for who, where, names in readers:
+            found = [name for name in names if (made := field_named(name)) and made.ragged == ragged]
+            if found and TOKEN_VERSIONS.name not in names:
+                yield Problem(
+                    where=where,
+                    what=f"{who} reads {', '.join(map(repr, found))} and not {TOKEN_VERSIONS.name!r}",
+                    why=f"{self.name!r} inserts tokens of version -1, which the policy did not draw",
+                    fix=f"read {TOKEN_VERSIONS.name!r} too, and leave out tokens whose version is below 0",
+                )
 
     def setup(self, context: StageContext) -> Callable[[Columns, Task], AsyncGenerator[Output, None]]:
         """Open the backend and its served copy of the model, as Rollout does. Processes start with the first task."""

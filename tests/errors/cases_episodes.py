@@ -25,6 +25,11 @@ class Half(Environment):
 
 
 """
+LONG = """def long(response_ids: list[int], answer: str) -> float:
+    return float(len(response_ids))
+
+
+"""
 EPISODE = "Episode(policy, {environment}, on=sampler, samples_per_prompt=2, tokens=8, turn_tokens=3{more})"
 
 
@@ -54,6 +59,7 @@ CASES = [
     episode("lost_episodes_that_nothing_drops", extra="()"),
     episode("lost_episodes_behind_a_filter", extra="(Filter(),)"),
     Case("more_lost_than_all", {"extra": "(Filter('complete', lost=1.5),)"}, at=("extra",), top=TOP),
+    replace(episode("reward_of_all_tokens", reward="Reward(long)"), top=TOP + LONG, at=()),
     episode("episode_of_no_turns", "turns=0"),
     episode("episode_without_processes", "environments=0, retries=-1"),
     episode("deadlines_are_a_number", "deadlines=30"),

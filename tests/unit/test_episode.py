@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,19 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline import Graph, Model, Output, Schedule, StageContext, StageError, Task, WorkerGroup
+from pipeline import (
+    Field,
+    Graph,
+    GraphError,
+    Model,
+    Output,
+    Schedule,
+    Stage,
+    StageContext,
+    StageError,
+    Task,
+    WorkerGroup,
+)
 from pipeline.declare.columns import Ragged
 from pipeline.declare.times import SampleTimes
 from pipeline.engine.driver import Driver
@@ -43,6 +55,7 @@ from stages import (
 from stages.backends import Decoded, Generation, Sampling
 from stages.episode.processes import Processes
 from stages.episode.turns import EpisodeName, NextTurn, TurnSampler
+from stages.vocabulary import RESPONSE_IDS, TOKEN_VERSIONS
 from tests.doors import REPOSITORY
 from tests.unit import tiny_graph
 from tests.unit.environments import Chatty, Echo, Faulty, Lying, OneTurn, Sleeping
@@ -479,6 +492,34 @@ def execute(folder: Path, graph: Graph, executor: Any = None, start: int = 0) ->
 
 def published(events: list[Any]) -> list[str]:
     return [event.sha256 for event in events if isinstance(event, trace.Published)]
+
+
+@dataclass(frozen=True)
+class Length(Stage):
+    """Counts tokens."""
+
+    reads = (RESPONSE_IDS,)
+    writes = (Field("tokens", dtype="float32"),)
+    per = "group"
+
+    def setup(self, context: StageContext) -> Any:
+        return lambda columns, task: {
+            "tokens": torch.tensor([float(length) for length in columns["response_ids"].lengths])
+        }
+
+
+@dataclass(frozen=True)
+class DrawnLength(Length):
+    """Counts those that the policy drew."""
+
+    reads = (RESPONSE_IDS, TOKEN_VERSIONS)
+
+
+def test_a_stage_that_takes_all_tokens_for_the_policys_is_refused() -> None:
+    graph = run_graph(Echo())
+    plan(replace(graph, stages=(*graph.stages, DrawnLength())))
+    with pytest.raises(GraphError, match="stage 'length' reads 'response_ids' and not 'token_versions'"):
+        plan(replace(graph, stages=(*graph.stages, Length())))
 
 
 def test_a_run_with_lost_episodes_trains_the_others(tmp_path: Path) -> None:

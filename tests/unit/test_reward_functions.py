@@ -106,7 +106,7 @@ def test_the_punishment_of_long_responses():
     for cache in (0, -1, 13):
         with pytest.raises(ValueError, match=f"cache is {cache}, not between 1 and max_tokens, 12"):
             overlong_penalty(1, max_tokens=12, cache=cache)
-    assert Overlong(max_tokens=12, cache=4)(response_ids=[7] * 10) == -0.5
+    assert Overlong(max_tokens=12, cache=4)(token_versions=[-1, *[7] * 10, -1]) == -0.5
 
 
 def test_the_score_of_a_model_is_passed_on():
