@@ -29,10 +29,48 @@ def test_a_program_has_the_fraction_of_the_tests_that_it_passes() -> None:
     programs = [SUM, fenced, half, "print(", "while True: pass", "import os; os._exit(1)"]
     assert opened(programs, [TESTS] * 6) == [1.0, 1.0, 0.5, 0.0, 0.0, 0.0]
     found = opened.metrics()
-    assert found == pytest.approx({"passes_tests_deadlines": 4 / 24, "passes_tests_failures": 12 / 24})
-    assert opened.metrics()["passes_tests_failures"] == 0.0
+    assert found == pytest.approx({"deadlines": 4 / 24, "failures": 12 / 24})
+    assert opened.metrics()["failures"] == 0.0
     opened.close()
     assert PassesTests(all_or_none=True)([SUM, half], [TESTS] * 2) == [1.0, 0.0]
+
+
+def test_forks_have_the_same_results_in_one_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = []
+    monkeypatch.setattr(Sandbox, "run", lambda *given, run=Sandbox.run, **more: runs.append(1) or run(*given, **more))
+    opened = PassesTests(limits=SandboxLimits(seconds=2.5), forks=True).open()
+    some = "a, b = map(int, input().split())\nif a == 3: {}\nprint(a + b)"
+    programs = [
+        SUM,
+        "state = []\n" + SUM.replace("print", "state.append(1); assert len(state) == 1; print"),
+        *(some.format(does) for does in ("1 / 0", "raise SystemExit(0)", "import os; os.abort()")),
+        some.format("any(iter(int, 1))"),
+        "print(",
+        "import sys; sys.exit(sum(map(int, sys.stdin.read().split())))",
+        "open('/proc/self/fd/1', 'w').write(input() and 'é\\n')",
+        SUM,
+    ]
+    runs.clear()
+    assert opened(programs, [TESTS] * 10) == [1.0, 1.0, 0.75, 0.75, 0.75, 0.25, 0.0, 0.0, 0.0, 1.0]
+    assert len(runs) == 9, "one for all tests of a program, and one for programs that are the same"
+    assert opened.metrics() == pytest.approx({"deadlines": 3 / 36, "failures": 11 / 36})
+    opened.close()
+
+
+def test_a_program_cannot_add_results_to_those_of_its_tests() -> None:
+    """It may write what it likes there, but knows no expected output, and what is no result ends the results."""
+    forged = "open(f'/proc/{__import__(\"os\").getppid()}/fd/1', 'w').write('FORGED\\n')\n"
+    tests = json.dumps([{"stdin": "1 2", "stdout": "3"}] * 2)
+    for text in ("0 zz", "0 33", "99999999999 33", "x"):
+        opened = PassesTests(forks=True).open()
+        assert opened([forged.replace("FORGED", text)], [tests]) == [0.0]
+        opened.close()
+
+
+def test_a_program_stands_in_the_text_around_it() -> None:
+    around = "a, b = map(int, input().split())\nprint({program}, end='{}')"
+    assert PassesTests(around=around)(["a + b", "a - b"], [TESTS] * 2) == [0.0, 0.0]
+    assert PassesTests(around=around.replace("{}", ""), forks=True)(["a + b", "b"], [TESTS] * 2) == [1.0, 0.25]
 
 
 @pytest.mark.parametrize("tests", ["", "{}", "[]", "3", "[{}]", '[{"stdin": "1"}]', "[1]"])
@@ -50,5 +88,8 @@ def test_a_response_without_a_block_is_the_program() -> None:
 def test_what_is_wrong_is_found_before_a_run() -> None:
     assert [what for what, _, _ in PassesTests().problems()] == []
     assert [what for what, _, _ in PassesTests(at_once=0).problems()] == ["at_once=0"]
+    assert [what for what, _, _ in PassesTests(around="import math").problems()] == ["around='import math'"]
+    (problem,) = PassesTests(forks=True, command=("sh", "run")).problems()
+    assert problem[0] == "forks=True and command=('sh', 'run')" and problem[2] == 'command=("python3", "main.py")'
     (problem,) = PassesTests(limits=SandboxLimits(memory_bytes=1 << 20)).problems()
     assert problem[0].startswith("a sandbox does not start")
