@@ -7,7 +7,7 @@ import json
 import pytest
 
 from ops.rewards import PassesTests, SampleError
-from ops.rewards.program import program_in
+from ops.rewards.program import program_in, results_in
 from ops.sandbox import Sandbox, SandboxError, SandboxLimits
 
 TESTS = json.dumps([{"stdin": f"{a} {b}", "stdout": str(a + b)} for a, b in ((1, 2), (3, 4), (10, -10), (0, 0))])
@@ -57,14 +57,11 @@ def test_forks_have_the_same_results_in_one_sandbox(monkeypatch: pytest.MonkeyPa
     opened.close()
 
 
-def test_a_program_cannot_add_results_to_those_of_its_tests() -> None:
-    """It may write what it likes there, but knows no expected output, and what is no result ends the results."""
-    forged = "open(f'/proc/{__import__(\"os\").getppid()}/fd/1', 'w').write('FORGED\\n')\n"
-    tests = json.dumps([{"stdin": "1 2", "stdout": "3"}] * 2)
-    for text in ("0 zz", "0 33", "99999999999 33", "x"):
-        opened = PassesTests(forks=True).open()
-        assert opened([forged.replace("FORGED", text)], [tests]) == [0.0]
-        opened.close()
+def test_what_is_no_result_of_a_test_ends_the_results() -> None:
+    """A program that could write among them would gain nothing: it knows no expected output."""
+    assert results_in("0 330a\n-6 \n0 33\n") == [("0", "330a"), ("-6", ""), ("0", "33")]
+    for broken in ("0 3\n", "0 zz\n", "0 33", "99999999999 33\n", "x\n", "\n", "0 33 \n"):
+        assert results_in(f"1 33\n{broken}0 33\n") == [("1", "33")]
 
 
 def test_a_program_stands_in_the_text_around_it() -> None:
