@@ -74,19 +74,32 @@ class PassesTests:
 
     def problems(self) -> Iterator[tuple[str, str, str]]:
         """Why it cannot run here, as (what, why, fix)."""
-        if not (isinstance(self.at_once, int) and self.at_once >= 1):
-            yield f"at_once={self.at_once!r}", "it must be a whole number of programs, 1 or more", "at_once=2"
-        if not (isinstance(self.around, str) and PLACE in self.around):
-            what, why = f"around={self.around!r:.60}", f"{PLACE} in it stands for the program"
-            yield what, why, f'around="import math\\n{PLACE}"'
-        if self.forks and (isinstance(self.command, str) or [*self.command][-1:] != [self.file]):
-            what, why = f"forks=True and command={self.command!r:.60}", "tests are forks of a Python with the program"
-            yield what, why, f'command=("python3", "{self.file}")'
+        found = [*self._wrong()]
+        yield from found
+        if found:
+            return
         try:
             Sandbox(self.limits)
         except (SandboxError, OSError, TypeError, ValueError) as error:
             why = "programs that a policy writes run in a sandbox only"
             yield str(error), why, "a machine, or a container, that allows namespaces"
+
+    def _wrong(self) -> Iterator[tuple[str, str, str]]:
+        if not (isinstance(self.at_once, int) and self.at_once >= 1):
+            yield (
+                f"PassesTests has at_once={self.at_once!r}",
+                "it must be a whole number of programs, 1 or more",
+                "at_once=2",
+            )
+        if not (isinstance(self.around, str) and PLACE in self.around):
+            what, why = f"PassesTests has around={self.around!r:.60}", f"{PLACE} in it stands for the program"
+            yield what, why, f'around="import math\\n{PLACE}"'
+        if self.forks and (isinstance(self.command, str) or [*self.command][-1:] != [self.file]):
+            what, why = (
+                f"PassesTests has forks=True and command={self.command!r:.60}",
+                "tests are forks of a Python with the program",
+            )
+            yield what, why, f'command=("python3", "{self.file}")'
 
 
 Case = tuple[str, str]  # what a program reads, and what it must print
