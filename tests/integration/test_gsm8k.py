@@ -100,9 +100,9 @@ def test_the_calculator_answers_each_call() -> None:
         (Call("calculate", None), "only calculate"),
         (Call("calculate", {"expression": 3}), "only calculate"),
         *((Call("calculate", {"expression": text}), says) for text, says in (
-            ("1/0", "division by zero"), ("2**9", "numbers, "), ("print(1)", "numbers, "),
-            ("1+", "error: invalid syntax"), ("'a'*3", "numbers, "), ("1<2", "numbers, "), ("1+" * 150 + "1", "more than 200"), ("1e999", "too large"),
-            ("9" * 150 + "*" + "1e190", "too large"), ("0*1e999", "too large"),
+            ("1/0", "division by zero"), ("2**9", "numbers, "), ("print(1)", "numbers, "), ("1+", ": invalid syntax"),
+            ("'a'*3", "numbers, "), ("1<2", "numbers, "), ("1+" * 150 + "1", "more than 200"), ("1e999", "too large"),
+            ("9" * 150 + "*1e190", "too large"), ("0*1e999", "too large"),
         )),
     ],
 )  # fmt: skip
