@@ -35,9 +35,23 @@ def test_a_program_has_the_fraction_of_the_tests_that_it_passes() -> None:
     assert PassesTests(all_or_none=True)([SUM, half], [TESTS] * 2) == [1.0, 0.0]
 
 
-def test_forks_have_the_same_results_in_one_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
-    runs = []
-    monkeypatch.setattr(Sandbox, "run", lambda *given, run=Sandbox.run, **more: runs.append(1) or run(*given, **more))
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What sandboxes were given, as text."""
+    made: list[str] = []
+    run = Sandbox.run
+    monkeypatch.setattr(Sandbox, "run", lambda *given, **more: made.append(f"{given}{more}") or run(*given, **more))
+    return made
+
+
+@pytest.mark.parametrize("forks", [False, True])
+def test_expected_outputs_do_not_enter_the_sandbox(runs: list[str], forks: bool) -> None:
+    tests = json.dumps([{"stdin": "given", "stdout": "wanted 7"}])
+    assert PassesTests(forks=forks)(["print(input()[:0] + 'wanted', 7)"], [tests]) == [1.0]
+    assert "given" in runs[-1] and not any("wanted 7" in run for run in runs)
+
+
+def test_forks_have_the_same_results_in_one_sandbox(runs: list[str]) -> None:
     opened = PassesTests(limits=SandboxLimits(seconds=2.5), forks=True).open()
     some = "a, b = map(int, input().split())\nif a == 3: {}\nprint(a + b)"
     programs = [
