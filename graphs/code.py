@@ -41,7 +41,7 @@ def graph(
     evaluate_every: int = 10,
     evaluate_prompts: int = 100,
     seconds: float = 5.0,
-    threads: int = 2,
+    threads: int = 1,
 ) -> Graph:
     """Teaches a tiny transformer to write expressions.
 

@@ -59,7 +59,7 @@ def graph(
     warm_start_steps: int = 150,
     warm_start_calls: float = 0.15,
     evaluate_every: int = 10,
-    threads: int = 2,
+    threads: int = 1,
 ) -> Graph:
     """Teaches a tiny transformer to use a calculator.
 

@@ -65,7 +65,7 @@ def test_grpo_trains_a_folder_on_a_file(tmp_path, model_folder, capsys, trainer)
 
 def lines_of(tmp_path: Path, recipe: str, *flags: str) -> list[dict[str, float]]:
     folder = tmp_path / recipe
-    argv = [str(ROOT / "graphs" / f"{recipe}.py"), "--executor", "local", "--threads", "1", "--run-dir", str(folder)]
+    argv = [str(ROOT / "graphs" / f"{recipe}.py"), "--executor", "local", "--run-dir", str(folder)]
     assert run.main([*argv, *flags]) == 0
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
