@@ -31,7 +31,7 @@ from stages.reward import Reward
 from stages.reward_model import RewardModel
 from stages.rollout import Rollout
 from stages.sources import Dataset, Mixture
-from stages.tasks import Calculated, Generated
+from stages.tasks import Calculated, Generated, Programmed
 from stages.train import Train
 from stages.warm_start import Supervised
 
@@ -60,6 +60,7 @@ __all__ = [
     "Packed",
     "PolicyLoss",
     "PrevLogprobs",
+    "Programmed",
     "Prompts",
     "RefLogprobs",
     "Refit",

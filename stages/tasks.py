@@ -9,8 +9,10 @@ Knows no model and no tokenizer; the first pair loads numpy.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from functools import lru_cache
+from math import floor
 from typing import TYPE_CHECKING, Any, Literal
 
 from pipeline.declare.parameters import is_whole
@@ -23,10 +25,11 @@ if TYPE_CHECKING:
 
     from pipeline import Model
 
-LETTERS = {"reverse": "r", "sort": "s", "add": "a", "multiply": "m"}
+LETTERS = {"reverse": "r", "sort": "s", "add": "a", "multiply": "m", "program": "p"}
 SIGNS = {"add": "+", "multiply": "*"}  # of tasks with two numbers
 MAX_DIGITS = 6
 CALL = "="  # ends the call of a calculator
+INPUTS = (2, 3, 7)  # of the tests of a program
 _SPLIT_STREAM = 2**32 - 1  # of the permutation that selects held-out prompts; epochs count up from 0
 
 
@@ -34,16 +37,18 @@ _SPLIT_STREAM = 2**32 - 1  # of the permutation that selects held-out prompts; e
 class Generated:
     """All prompts of one task, in an order fixed by `seed`, split into held-out and training prompts.
 
-    task      "reverse" (r1234> gives 4321), "sort" (s4312> gives 1234), "add" (a12+34> gives 046) or "multiply"
-              (m12*34> gives 0408)
+    task      "reverse" (r1234> gives 4321), "sort" (s4312> gives 1234), "add" (a12+34> gives 046), "multiply"
+              (m12*34> gives 0408), or "program": p372> asks for an expression of x in Python with the value of
+              3x^2 + 7x + 2, and its answer has tests for `ops.rewards.PassesTests`
     digits    digits per prompt, 1 to 6; with two numbers the total of both, so even. There are 10**digits prompts
     held_out  number of prompts that training never sees
     seed      selects the held-out prompts
 
-    All answers have the same length. Raises ValueError with the allowed range if a parameter is outside it.
+    All answers, or expressions, have the same length. Raises ValueError with the allowed range if a parameter is
+    outside it.
     """
 
-    task: Literal["reverse", "sort", "add", "multiply"] = "reverse"
+    task: Literal["reverse", "sort", "add", "multiply", "program"] = "reverse"
     digits: int = 4
     held_out: int = 1000
     seed: int = 0
@@ -72,12 +77,15 @@ class Generated:
 
     @property
     def alphabet(self) -> str:
-        """Every character of prompts and answers, once each."""
-        return "0123456789" + LETTERS[self.task] + SIGNS.get(self.task, "") + ">"
+        """Every character of prompts and answers, or expressions, once each."""
+        signs = "x+*()" if self.task == "program" else SIGNS.get(self.task, "")
+        return f"0123456789{LETTERS[self.task]}{signs}>"
 
     @property
     def max_answer(self) -> int:
-        """Number of characters in an answer."""
+        """Number of characters in an answer, or in an expression."""
+        if self.task == "program":
+            return len(polynomial("0" * self.digits))
         return self.digits // 2 + 1 if self.task == "add" else self.digits
 
     def train(self, index: int, order: int = 0) -> tuple[str, str]:
@@ -107,6 +115,9 @@ class Generated:
             return f"{letter}{text}>", text[::-1]
         if self.task == "sort":
             return f"{letter}{text}>", "".join(sorted(text))
+        if self.task == "program":
+            values = ((x, sum(int(digit) * x**power for power, digit in enumerate(reversed(text)))) for x in INPUTS)
+            return f"{letter}{text}>", json.dumps([{"stdin": str(x), "stdout": str(value)} for x, value in values])
         first, second = text[: self.digits // 2], text[self.digits // 2 :]
         made = int(first) + int(second) if self.task == "add" else int(first) * int(second)
         return f"{letter}{first}{SIGNS[self.task]}{second}>", f"{made:0{self.max_answer}d}"
@@ -114,10 +125,22 @@ class Generated:
 
 @dataclass(frozen=True)
 class Calculated:
-    """Turns of a task with two numbers that is solved with a calculator: m12*34> gives the call 12*34=, and after its
-    result, in m12*34>12*34=0408>, the answer 0408."""
+    """Turns of a task with two numbers that is solved with a calculator: m12*34> gives the call m12*34=, and after its
+    result, in m12*34>m12*34=0408>, the answer 0408.
+
+    source  a task with two numbers
+    calls   fraction of the first turns that are calls; the others are the answer, so a model that has learned from
+            them calls as seldom. Raises ValueError if it is not within 0 to 1, or if the task has one number
+    """
 
     source: Generated
+    calls: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.source.task not in SIGNS:
+            raise ValueError(f"the task {self.source.task!r} has nothing to calculate: {' and '.join(SIGNS)} have")
+        if not _is_fraction(self.calls):
+            raise ValueError(f"calls={self.calls!r} is not a fraction of the first turns, 0 to 1")
 
     @property
     def alphabet(self) -> str:
@@ -125,10 +148,64 @@ class Calculated:
         return f"{self.source.alphabet}{CALL}"
 
     def train(self, index: int, order: int = 0) -> tuple[str, str]:
-        """Return what the model sees, and its turn: of each pair of the source first the call, then the answer."""
-        prompt, answer = self.source.train(index // 2, order)
-        call = f"{prompt[1:-1]}{CALL}"
-        return (f"{prompt}{call}{answer}>", answer) if index % 2 else (prompt, call)
+        """Return what the model sees, and its turn: of each pair of the source first a call or an answer, then the
+        answer after a call."""
+        pair = index // 2
+        prompt, answer = self.source.train(pair, order)
+        call = f"{prompt[:-1]}{CALL}"
+        if index % 2:
+            return f"{prompt}{call}{answer}>", answer
+        return prompt, call if _is_due(pair, self.calls) else answer
+
+
+@dataclass(frozen=True)
+class Programmed:
+    """Expressions for a task "program": p372> gives (3*x+7)*x+2, or 3*x+7*x+2, which is wrong.
+
+    source  the task, with at least three digits: for two, both are right
+    right   fraction of the expressions that have their brackets, so a model that has learned from them writes these as
+            seldom. Raises ValueError if it is not within 0 to 1, or if the source is another task
+    """
+
+    source: Generated
+    right: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.source.task != "program" or self.source.digits < 3:
+            raise ValueError(
+                f"Generated({self.source.task!r}, digits={self.source.digits}) asks for no expressions with brackets: "
+                "Generated('program', digits=3) does"
+            )
+        if not _is_fraction(self.right):
+            raise ValueError(f"right={self.right!r} is not a fraction of the expressions, 0 to 1")
+
+    @property
+    def alphabet(self) -> str:
+        """Every character of prompts and expressions, once each."""
+        return self.source.alphabet
+
+    def train(self, index: int, order: int = 0) -> tuple[str, str]:
+        """Return pair `index` >= 0 of an endless stream (prompt, expression), in the order of the source."""
+        prompt, _ = self.source.train(index, order)
+        made = polynomial(prompt[1:-1])
+        return prompt, made if _is_due(index, self.right) else made.replace("(", "").replace(")", "")
+
+
+def polynomial(digits: str) -> str:
+    """An expression of x with these coefficients, the highest power first (Horner's scheme)."""
+    made = digits[0]
+    for number, digit in enumerate(digits[1:]):
+        made = f"({made})*x+{digit}" if number else f"{made}*x+{digit}"
+    return made
+
+
+def _is_fraction(value: Any) -> bool:
+    return isinstance(value, int | float) and 0 <= value <= 1
+
+
+def _is_due(index: int, share: float) -> bool:
+    """Whether number `index` of an endless row belongs to a share of it, spread evenly."""
+    return floor((index + 1) * share) > floor(index * share)
 
 
 @lru_cache(maxsize=4)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.declare.parameters import is_whole
 from pipeline.errors import shown
-from stages.tasks import Calculated, Generated
+from stages.tasks import Calculated, Generated, Programmed
 
 if TYPE_CHECKING:
     from pipeline.declare.columns import Ragged
@@ -26,7 +26,8 @@ WINDOW = 4  # batches that `until` averages over
 class Supervised:
     """Next-token cross-entropy on the answers of training prompts; AdamW with a constant learning rate.
 
-    source  training prompts and answers, or turns of a Calculated task; held-out ones are not used
+    source  training prompts and answers, or what a Calculated or Programmed task shows; held-out ones are
+            not used
     steps   maximum number of updates
     until   stop once this fraction of the answers in the last 4 batches was entirely right under greedy decoding. How
             fast a model learns varies with the seed; this makes the starting points alike. None runs all steps
@@ -34,7 +35,7 @@ class Supervised:
     lr      learning rate
     """
 
-    source: Generated | Calculated
+    source: Generated | Calculated | Programmed
     _: KW_ONLY
     steps: int = 60
     until: float | None = None
@@ -43,7 +44,7 @@ class Supervised:
 
     def problems(self) -> Iterator[tuple[str, str, str]]:
         """Problems of the description, as (what, why, fix)."""
-        if not isinstance(self.source, Generated | Calculated):
+        if not isinstance(self.source, Generated | Calculated | Programmed):
             what = f"Supervised has the source {shown(self.source)}"
             yield what, "a warm start trains on the answers of a Generated task", "Supervised(Generated('reverse'))"
         for name, least, default in (("steps", 0, 60), ("batch", 1, 64)):

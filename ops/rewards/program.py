@@ -1,9 +1,10 @@
 """Programs that a policy writes, run against hidden tests in a sandbox.
 
-    Prompts("train.jsonl", extra=("tests",))
-    Reward(PassesTests(limits=SandboxLimits(seconds=5.0)))     # reads `response` and `tests`
+    Prompts("train.jsonl", answer="tests")
+    Reward(PassesTests(limits=SandboxLimits(seconds=5.0)))     # reads `response` and `answer`
+    Evaluate(policy, "test.jsonl", answer="tests", reward=PassesTests())
 
-A test is what the program reads and what it must print. Tests are a column of the data, a text with JSON in it:
+A test is what the program reads and what it must print. The tests of a row are its answer, a text with JSON in it:
 
     {"prompt": "Print the sum of two numbers.", "tests": "[{\\"stdin\\": \\"1 2\\", \\"stdout\\": \\"3\\"}]"}
 """
@@ -15,12 +16,17 @@ import re
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from ops.rewards.batched import SampleError
-from ops.sandbox import Sandbox, SandboxError, SandboxLimits
+from ops.sandbox import Sandbox, SandboxError, SandboxLimits, SandboxRun
 
+PLACE = "{program}"
 _BLOCK = re.compile(r"```[\w+-]*\n(.*?)```", re.DOTALL)
+_LINE = re.compile(r"(-?\d{1,9}) ((?:[0-9a-f]{2})*)")  # of a test that was run in a fork
+_FORKED = Path(__file__).with_name("forked.py")
+_FORKS = ".tests.py"  # its name in the program's folder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,17 +35,24 @@ class PassesTests:
 
     command      how the program is run, beside its `file`
     file         its name in its folder
+    around       the text of the file, in which `{program}` stands for the program
+    forks        tests run in one sandbox, one after the other, in forks of one Python: a program with three tests takes
+                 a third of the time. `limits` are then those of all tests of a program together, and one that does not
+                 end fails those after it too. For programs in Python, whose `command` ends with the file
     limits       of each run
     all_or_none  1.0 if it passes all tests, else 0.0
     at_once      programs that run at the same time
 
     The program is the last fenced block of the response, or all of it. A test passes if the program ends with exit code
-    0 and prints what is expected, spaces at the ends of lines and of the text aside. Tests that are none are an error
-    that names its sample. Metrics, as fractions of runs: `passes_tests_deadlines`, `passes_tests_failures`.
+    0 and prints what is expected, spaces at the ends of lines and of the text aside. A program that several samples of
+    a call have, with the same tests, runs once. Tests that are none are an error that names its sample. Metrics, as
+    fractions of tests that were run: `passes_tests_deadlines`, `passes_tests_failures`.
     """
 
     command: Sequence[str] = ("python3", "main.py")
     file: str = "main.py"
+    around: str = PLACE
+    forks: bool = False
     limits: SandboxLimits = field(default_factory=SandboxLimits)
     all_or_none: bool = False
     at_once: int = 2
@@ -47,11 +60,11 @@ class PassesTests:
     __name__ = "passes_tests"
     batched = True
 
-    def __call__(self, response: list[str], tests: list[str]) -> list[float]:
+    def __call__(self, response: list[str], answer: list[str]) -> list[float]:
         """Run the programs in a sandbox that lives only for this call, to try it out. A stage uses `open`."""
         opened = self.open()
         try:
-            return opened(response, tests)
+            return opened(response, answer)
         finally:
             opened.close()
 
@@ -61,46 +74,96 @@ class PassesTests:
 
     def problems(self) -> Iterator[tuple[str, str, str]]:
         """Why it cannot run here, as (what, why, fix)."""
-        if not (isinstance(self.at_once, int) and self.at_once >= 1):
-            yield f"at_once={self.at_once!r}", "it must be a whole number of programs, 1 or more", "at_once=2"
+        found = [*self._wrong()]
+        yield from found
+        if found:
+            return
         try:
             Sandbox(self.limits)
         except (SandboxError, OSError, TypeError, ValueError) as error:
             why = "programs that a policy writes run in a sandbox only"
             yield str(error), why, "a machine, or a container, that allows namespaces"
 
+    def _wrong(self) -> Iterator[tuple[str, str, str]]:
+        if not (isinstance(self.at_once, int) and self.at_once >= 1):
+            yield (
+                f"PassesTests has at_once={self.at_once!r}",
+                "it must be a whole number of programs, 1 or more",
+                "at_once=2",
+            )
+        if not (isinstance(self.around, str) and PLACE in self.around):
+            what, why = f"PassesTests has around={self.around!r:.60}", f"{PLACE} in it stands for the program"
+            yield what, why, f'around="import math\\n{PLACE}"'
+        if self.forks and (isinstance(self.command, str) or [*self.command][-1:] != [self.file]):
+            what, why = (
+                f"PassesTests has forks=True and command={self.command!r:.60}",
+                "tests are forks of a Python with the program",
+            )
+            yield what, why, f'command=("python3", "{self.file}")'
+
+
+Case = tuple[str, str]  # what a program reads, and what it must print
+
 
 class _Opened:
     def __init__(self, reward: PassesTests) -> None:
         self._reward, self._sandbox = reward, Sandbox(reward.limits)
         self._threads = ThreadPoolExecutor(reward.at_once)
-        self._runs = self._deadlines = self._failures = 0
+        self._tests = self._deadlines = self._failures = 0
 
-    def __call__(self, response: list[str], tests: list[str]) -> list[float]:
-        cases = [cases_of(text, i) for i, text in enumerate(tests)]
-        return [*self._threads.map(self._passed, response, cases)]
+    def __call__(self, response: list[str], answer: list[str]) -> list[float]:
+        cases = [tuple(cases_of(text, i)) for i, text in enumerate(answer)]
+        asked = [(program_in(text), of_it) for text, of_it in zip(response, cases, strict=True)]
+        once = [*dict.fromkeys(asked)]
+        made = dict(zip(once, self._threads.map(self._passed, once)))
+        return [made[each] for each in asked]
 
     def metrics(self) -> dict[str, float]:
-        """The fractions of the runs since the last call."""
-        runs = max(1, self._runs)
-        found = {"passes_tests_deadlines": self._deadlines / runs, "passes_tests_failures": self._failures / runs}
-        self._runs = self._deadlines = self._failures = 0
+        """The fractions of the tests since the last call."""
+        tests = max(1, self._tests)
+        found = {"deadlines": self._deadlines / tests, "failures": self._failures / tests}
+        self._tests = self._deadlines = self._failures = 0
         return found
 
     def close(self) -> None:
         """End the threads."""
         self._threads.shutdown()
 
-    def _passed(self, response: str, cases: Sequence[tuple[str, str]]) -> float:
-        passed = sum(self._passes(program_in(response), *case) for case in cases)
+    def _passed(self, asked: tuple[str, tuple[Case, ...]]) -> float:
+        program, cases = self._reward.around.replace(PLACE, asked[0]), asked[1]
+        made = self._forked(program, cases) if self._reward.forks else self._apart(program, cases)
+        self._tests += len(cases)
+        self._deadlines += sum(ran.why == "deadline" for ran in made)
+        self._failures += sum(not ran.ok for ran in made)
+        passed = sum(ran.ok and _lines(ran.output) == _lines(stdout) for ran, (_, stdout) in zip(made, cases))
         return float(passed == len(cases)) if self._reward.all_or_none else passed / len(cases)
 
-    def _passes(self, program: str, stdin: str, stdout: str) -> bool:
-        ran = self._sandbox.run(self._reward.command, files={self._reward.file: program}, stdin=stdin)
-        self._runs += 1
-        self._deadlines += ran.why == "deadline"
-        self._failures += not ran.ok
-        return ran.ok and _lines(ran.output) == _lines(stdout)
+    def _apart(self, program: str, cases: Sequence[Case]) -> list[SandboxRun]:
+        """Run each test in a sandbox of its own."""
+        files = {self._reward.file: program}
+        return [self._sandbox.run(self._reward.command, files=files, stdin=stdin) for stdin, _ in cases]
+
+    def _forked(self, program: str, cases: Sequence[Case]) -> list[SandboxRun]:
+        """Run all tests in one sandbox. A test without a result has ended as the sandbox did."""
+        inputs = [stdin for stdin, _ in cases]
+        script = f"{_FORKED.read_text(encoding='utf-8')}\n\nrun({self._reward.file!r}, {inputs!r})\n"
+        command = [*self._reward.command[:-1], _FORKS]
+        ran = self._sandbox.run(command, files={self._reward.file: program, _FORKS: script})
+        made = [SandboxRun(code=int(code), output=bytes.fromhex(text).decode(errors="replace"), error="")
+                for code, text in results_in(ran.output)[: len(cases)]]  # fmt: skip
+        return made + [SandboxRun(code=ran.code or 1, output="", error="", why=ran.why)] * (len(cases) - len(made))
+
+
+def results_in(output: str) -> list[tuple[str, str]]:
+    """The exit codes and outputs, in hexadecimal, of tests that were run in forks; none after a line that is no such
+    result."""
+    found: list[tuple[str, str]] = []
+    for line in output.splitlines(keepends=True):
+        result = _LINE.fullmatch(line.removesuffix("\n")) if line.endswith("\n") else None
+        if result is None:
+            break
+        found.append((result[1], result[2]))
+    return found
 
 
 def program_in(response: str) -> str:

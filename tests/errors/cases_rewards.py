@@ -9,6 +9,7 @@ from stages import RewardModel
 
 
 """
+PROGRAMS = "from ops.rewards import PassesTests\n\n\n"
 JUDGE = "async def judge(response: str) -> float:\n    return 1.0\n\n\n"
 JUDGES = 'WorkerGroup("judges", {})'
 
@@ -84,6 +85,8 @@ SHIPPED = [
     reward("math_verify_on_timeout_is_a_text", "MathVerify(on_timeout='0', on_error='wrong')"),
     reward("math_verify_without_processes", "MathVerify(processes=0)"),
     reward("math_verify_answer_after_nothing", "MathVerify(answer_after=None)"),
+    reward("tests_of_no_program", "PassesTests(around='import math', at_once=0)", top=PROGRAMS),
+    reward("tests_in_forks_of_a_shell", "PassesTests(command=('sh', 'run.sh'), forks=True)", top=PROGRAMS),
     reward("math_verify_is_not_called", "MathVerify"),
     reward("model_reward_without_a_model", "exact_match, model_reward"),
 ]

@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from random import Random
 
 import pytest
 import torch
 
-from pipeline import run
+from graphs.gsm8k import TINY_QWEN3, ArithmeticTool
+from pipeline import Model, run
+from stages import Call, End, Messages, Reply
+from stages.backends.model.build import load_network, load_tokenizer, save
 from tests.optional import need
 
 torch.set_num_threads(1)
@@ -55,6 +59,56 @@ def test_two_steps_on_files_of_its_shape(tmp_path: Path) -> None:
     write(tmp_path, "train", 20)
     write(tmp_path, "test", 10)
     check(metrics_of(tmp_path, str(tmp_path), "--lr", "1e-3"), tmp_path / "run" / "samples" / "step_000001.jsonl")
+
+
+TEMPLATE = (
+    "{% for t in tools or [] %}{{ t.function.name }};{% endfor %}"
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def test_two_steps_with_a_calculator(tmp_path: Path) -> None:
+    """On a folder with a chat template. The model is random and calls nothing."""
+    write(tmp_path, "train", 20)
+    write(tmp_path, "test", 10)
+    model = Model("tiny", config=TINY_QWEN3, alphabet="bytes")
+    tokenizer = load_tokenizer(model)
+    tokenizer.chat_template = TEMPLATE
+    save(load_network(model, tokenizer, dtype=torch.float32, device=torch.device("cpu")), tokenizer, tmp_path / "model")
+    check(
+        metrics_of(tmp_path, str(tmp_path), "--lr", "1e-3", "--tool", "--model", str(tmp_path / "model")),
+        tmp_path / "run" / "samples" / "step_000001.jsonl",
+    )
+    row = json.loads((tmp_path / "run" / "samples" / "step_000001.jsonl").read_text().splitlines()[0])
+    assert json.loads(row["conversation"])[0] == {"role": "user", "content": row["prompt"]} and row["end"] == "answered"
+
+
+def test_the_calculator_answers_each_call() -> None:
+    tool = ArithmeticTool()
+    state, first = tool.open({"prompt": "48/2?"}, Random(0))
+    assert first == [{"role": "user", "content": "48/2?"}] and tool.turn(state, Reply("24")) == End("answered")
+    calls = (Call("calculate", {"expression": text}) for text in (" 48/2", "-(1,000 - 2.5) * 3", "10/4", "1e9 * 1e9"))
+    answer = tool.turn(state, Reply("", tuple(calls)))
+    assert answer == Messages([{"role": "tool", "content": text} for text in ("24", "-2992.5", "2.5", "1e+18")])
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (Call("search", {"expression": "1"}), "only calculate"),
+        (Call("calculate", None), "only calculate"),
+        (Call("calculate", {"expression": 3}), "only calculate"),
+        *((Call("calculate", {"expression": text}), says) for text, says in (
+            ("1/0", "division by zero"), ("2**9", "numbers, "), ("print(1)", "numbers, "), ("1+", ": invalid syntax"),
+            ("'a'*3", "numbers, "), ("1<2", "numbers, "), ("1+" * 150 + "1", "more than 200"), ("1e999", "too large"),
+            ("9" * 150 + "*1e190", "too large"), ("0*1e999", "too large"),
+        )),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_calculated_is_said(call: Call, says: str) -> None:
+    (said,) = ArithmeticTool().turn(None, Reply("", (call,))).said
+    assert said["content"].startswith("error: ") and says in said["content"]
 
 
 def test_two_steps_on_the_real_files(tmp_path: Path) -> None:

@@ -9,7 +9,10 @@ import pytest
 import torch
 
 from graphs import quickstart
+from graphs.tool import Calculator
+from ops.sandbox import Sandbox, SandboxError
 from pipeline import Model, run
+from stages import End, Messages, Reply
 from stages.backends.model.build import load_network, load_tokenizer, save
 from tests.optional import need
 
@@ -58,3 +61,54 @@ def test_grpo_trains_a_folder_on_a_file(tmp_path, model_folder, capsys, trainer)
     ]
     assert len(samples) == 16
     assert {(row["prompt"], row["answer"]) for row in samples} <= {(row["prompt"], row["answer"]) for row in rows}
+
+
+def lines_of(tmp_path: Path, recipe: str, *flags: str) -> list[dict[str, float]]:
+    folder = tmp_path / recipe
+    argv = [str(ROOT / "graphs" / f"{recipe}.py"), "--executor", "local", "--run-dir", str(folder)]
+    assert run.main([*argv, *flags]) == 0
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_the_calculator_takes_calls_only():
+    calculator = Calculator()
+    state, first = calculator.open({"prompt": "m37*48>"}, None)
+    assert first == "m37*48>" and calculator.turn(state, Reply("m37*48=")) == Messages("1776>")
+    for text in ("1776", "37*48=", "m37*4=", "m37*48>", "m37*48=1", ""):
+        assert calculator.turn(state, Reply(text)) == End("answered"), text
+
+
+def test_a_tiny_model_learns_to_call_the_calculator(tmp_path):
+    """Before, it calls it in few episodes, and in none with its most probable tokens."""
+    flags = [
+        "--steps",
+        "14",
+        "--evaluate-every",
+        "14",
+        "--prompts-per-step",
+        "16",
+        "--lr",
+        "2e-3",
+        "--warm-start-steps",
+        "100",
+    ]
+    first, *_, last = lines_of(tmp_path, "tool", *flags)
+    assert first["eval/exact_match"] < 0.2 and last["eval/exact_match"] > 0.7
+
+
+def test_programs_are_written_and_tested(tmp_path):
+    try:
+        Sandbox()
+    except SandboxError as error:
+        pytest.skip(str(error))
+    flags = ["--steps", "1", "--prompts-per-step", "2", "--samples-per-prompt", "4", "--evaluate-prompts", "3"]
+    lines = lines_of(tmp_path, "code", *flags, "--warm-start-steps", "60", "--warm-start-right", "0.5", "--lr", "0")
+    assert [line["step"] for line in lines] == [0, 1]
+    text = (tmp_path / "code" / "samples" / "step_000001.jsonl").read_text()
+    rewards = {True: set(), False: set()}
+    for row in map(json.loads, text.splitlines()):
+        a, b, c = row["prompt"][1:-1]
+        rewards[row["response"] == f"({a}*x+{b})*x+{c}"].add(row["reward"])
+    assert rewards[True] == {1.0} and min(rewards[False]) == 0.0
+    assert lines[1]["reward/passes_tests_deadlines"] == 0.0 <= lines[1]["reward/passes_tests_failures"] < 1.0
+    assert 0.0 <= lines[1]["eval/passes_tests"] <= 1.0

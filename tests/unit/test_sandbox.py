@@ -47,6 +47,16 @@ def test_a_program_has_its_files_its_input_and_its_output(sandbox: Sandbox) -> N
     assert python(sandbox, "import os\nos._exit(200)").code == 200
 
 
+def test_a_caller_whose_files_are_its_own_only_has_sandboxes_too(sandbox: Sandbox) -> None:
+    """As a worker of a run is."""
+    before = os.umask(0o077)
+    try:
+        ran = python(sandbox, "import sys, decimal\nprint(sys.prefix)")
+    finally:
+        os.umask(before)
+    assert ran == SandboxRun(code=0, output=f"{sys.base_prefix}\n", error="")
+
+
 @pytest.mark.parametrize(
     "code",
     [

@@ -1,10 +1,11 @@
 """Enumerable tasks: correct answers, held-out prompts that training never gets, an order fixed by the seeds."""
 
+import json
 import pickle
 
 import pytest
 
-from stages.tasks import Generated
+from stages.tasks import Calculated, Generated, Programmed
 
 SMALL = {"digits": 2, "held_out": 30}
 
@@ -96,3 +97,45 @@ def test_bad_requests_are_named():
         source.train(-1)
     with pytest.raises(ValueError, match="count 31 is not in 0 to 30"):
         source.held_out_pairs(31)
+
+
+def test_tests_of_a_program_are_met_by_its_expression_and_not_without_brackets():
+    source = Generated("program", digits=4, held_out=10)
+    failed = 0
+    for i in range(50):
+        (prompt, answer), (again, expression) = source.train(i, 3), Programmed(source).train(i, 3)
+        _, bare = Programmed(source, right=0.0).train(i, 3)
+        assert prompt == again and prompt[0] + prompt[-1] == "p>" and prompt[1:-1].isdigit()
+        assert set(prompt + expression) <= set(source.alphabet) and len(expression) == source.max_answer
+        assert bare == expression.replace("(", "").replace(")", "")
+        a, b, c, d = map(int, prompt[1:-1])
+        cases = [(int(case["stdin"]), int(case["stdout"])) for case in json.loads(answer)]
+        assert all(a * x**3 + b * x**2 + c * x + d == value == eval(expression, {"x": x}) for x, value in cases)
+        failed += any(eval(bare, {"x": x}) != value for x, value in cases)
+    assert len(cases) == 3 and failed > 45
+
+
+def test_turns_with_a_calculator_show_calls_as_often_as_asked():
+    source = Generated("multiply")
+    shown = [Calculated(source, calls=0.25).train(i) for i in range(40)]
+    for pair, (first, second) in enumerate(zip(shown[::2], shown[1::2])):
+        prompt, answer = source.train(pair)
+        call = f"{prompt[:-1]}="
+        assert first == (prompt, call if pair % 4 == 3 else answer)
+        assert second == (f"{prompt}{call}{answer}>", answer)
+    assert all(Calculated(source).train(2 * i)[1].endswith("=") for i in range(9))
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        (lambda: Calculated(Generated("sort")), "the task 'sort' has nothing to calculate: add and multiply have"),
+        (lambda: Calculated(Generated("add"), calls=1.5), "calls=1.5 is not a fraction of the first turns, 0 to 1"),
+        (lambda: Programmed(Generated("sort")), "asks for no expressions with brackets"),
+        (lambda: Programmed(Generated("program", digits=2, held_out=9)), r"digits=2\) asks for no expressions"),
+        (lambda: Programmed(Generated("program", digits=4), right="all"), "right='all' is not a fraction"),
+    ],
+)
+def test_what_cannot_be_shown_is_refused(made, message):
+    with pytest.raises(ValueError, match=message):
+        made()
