@@ -14,7 +14,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 
 from stages import End, Environment, Messages, Reply
 
-OPEN = -1  # stands for the turn of `open`
+OPEN, CLOSE = -1, 9  # stand for the turns of these methods
 HANGS_S = 60.0
 KINDS = {  # what is drawn, and the kind of failure that comes of it
     "raise": "OSError",
@@ -40,6 +40,9 @@ KINDS = {  # what is drawn, and the kind of failure that comes of it
 }
 
 
+HARD = ("died", "deadline")  # kinds of failures that take down a process, which others may share
+
+
 class ServiceError(Exception):
     """A service answered 503."""
 
@@ -55,13 +58,14 @@ class State:
 
 @dataclass(frozen=True)
 class Unruly(Environment):
-    """Ends after one to three turns. Each call fails with a chance of `rate`, and some turns always do. Writes its
-    process, and those that it starts, into `folder`."""
+    """Ends after one to three turns. Each call fails with a chance of `rate`, and some turns always do; if it is
+    `gentle`, none takes the process down. Writes its process, and those that it starts, into `folder`."""
 
     seed: int = 0
     folder: str = ""
     rate: float = 0.1
-    collateral: ClassVar[tuple[str, ...]] = ("died",)  # how a call fails whose process another episode takes down
+    gentle: bool = False
+    collateral: ClassVar[Sequence[str]] = ("died",)  # how a call fails whose process another episode takes down
 
     def open(self, row: Mapping[str, Any], draw: Random) -> tuple[Any, str]:
         name = draw.getrandbits(64)
@@ -84,7 +88,7 @@ class Unruly(Environment):
         return Messages(self._answer(at.name, at.attempt, at.turn), reward)
 
     def close(self, state: Any) -> None:
-        self._fails(state[0], 9)
+        self._fails(state[0], CLOSE)
 
     def turns(self, name: int) -> int:
         """How many turns an episode has."""
@@ -93,10 +97,10 @@ class Unruly(Environment):
     def fault(self, name: int, attempt: int, turn: int) -> str | None:
         """What is drawn for a call."""
         always = Random(f"{self.seed} {name} {turn}")
-        draw = always if always.random() < self.rate / 4 else Random(f"{self.seed} {name} {turn} {attempt}")
+        draw = always if always.random() < self.rate / 2 else Random(f"{self.seed} {name} {turn} {attempt}")
         if draw is not always and draw.random() >= self.rate:
             return None
-        return draw.choice(list(KINDS))
+        return draw.choice([fault for fault, kind in KINDS.items() if not (self.gentle and kind in HARD)])
 
     def _answer(self, name: int, attempt: int, turn: int) -> str:
         return str(attempt % 10) if self.fault(name, attempt, turn) == "lie" else "b"
@@ -129,16 +133,16 @@ class Unruly(Environment):
     # What may come of it.
 
     def ends(self, seeds: tuple[int, int, int], *, retries: int) -> set[str]:
-        """The ends that an episode may have: more than one, since others share its first process."""
+        """The ends that an episode may have: one, unless others may take its first process down."""
         name = Random(repr(seeds)).getrandbits(64)
-        return set(_Course(self, name).opens(_Stand(left=retries)))
+        return set(_Course(self, name).opens(_Stand(left=retries, own=self.gentle)))
 
 
 @dataclass(frozen=True)
 class AsyncUnruly(Unruly):
     """With coroutines, so that several episodes of a process are in a call at the same time."""
 
-    collateral = ("died", "deadline")  # all calls of a process that was paused
+    collateral = HARD  # all calls of a process that was paused
 
     async def turn(self, state: Any, reply: Reply) -> Messages | End:  # type: ignore[override]
         (at,) = state
@@ -150,8 +154,8 @@ class AsyncUnruly(Unruly):
 
 @dataclass(frozen=True)
 class _Stand:
-    """How far an episode has come: attempts that the environment has seen, retries left, whether its process is its
-    own, what was said first and after each turn, and the failures of this turn."""
+    """How far an episode has come: attempts that the environment has seen, retries left, whether no other takes its
+    process down, what was said first and after each turn, and the failures of this turn."""
 
     left: int
     attempt: int = 0
