@@ -50,7 +50,7 @@ class Filter(Stage):
                 fields; each is a list with one value per sample. `reward_<function>` are numbers
     episodes    whether a group with a lost episode is dropped before the rule is asked
     lost        the largest fraction of the groups sampled for a step that may be dropped for lost episodes; above it,
-                the run ends with the commonest reasons
+                the run ends with the commonest reasons. One group may be lost in any step, unless it is 0
     of          for "zero_spread": the field to compare. The paper compares correctness, so if the reward also contains
                 a length penalty, name the part: of="reward_exact_match"
     max_rounds  maximum number of groups sampled for one step, as a multiple of the batch. More are an error, as when a

@@ -467,11 +467,12 @@ class Scheduler:
             self._add(step, lacking, decisions)
 
     def _too_many_faults(self, step: Step) -> list[str]:
-        """The reasons that are failures, if there are more of them than the gate allows."""
+        """The reasons that are failures, if there are more of them than the gate allows. One is allowed with any share."""
         assert self.plan.gate is not None
         gate = self.plan.gate
         faults = [reason for reason in step.refused if gate.fault and reason.startswith(gate.fault)]
-        return faults if len(faults) > gate.most_faults * (self.plan.batch + len(step.refused)) else []
+        allowed = max(1.0, gate.most_faults * (self.plan.batch + len(step.refused))) if gate.most_faults else 0.0
+        return faults if len(faults) > allowed else []
 
     def _faulty(self, step: Step, faults: Sequence[str], last: Sequence[int]) -> Problem:
         assert self.plan.gate is not None

@@ -50,7 +50,7 @@ def graph(environment: Unruly, *, k: int, **settings: int) -> Graph:
     made = run_graph(environment, steps=STEPS, k=k, turns=4, deadlines=DEADLINES, **settings)
     episode, _, reward, advantage, train, refit = made.stages
     train = replace(train, loss=ClippedLoss(correction=TruncatedIS(cap=2.0)))
-    stages = (episode, Filter("complete", max_rounds=50), reward, advantage, train, refit)
+    stages = (episode, Filter("complete", lost=1.0, max_rounds=50), reward, advantage, train, refit)
     return replace(
         made,
         source=replace(made.source, batch=BATCH),
