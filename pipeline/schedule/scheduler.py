@@ -467,7 +467,7 @@ class Scheduler:
             self._add(step, lacking, decisions)
 
     def _too_many_faults(self, step: Step) -> list[str]:
-        """The reasons that are failures, if there are more of them than the gate allows. One is allowed with any share."""
+        """The reasons that are failures, if the gate allows fewer. With any share it allows one."""
         assert self.plan.gate is not None
         gate = self.plan.gate
         faults = [reason for reason in step.refused if gate.fault and reason.startswith(gate.fault)]
