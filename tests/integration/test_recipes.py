@@ -112,3 +112,16 @@ def test_programs_are_written_and_tested(tmp_path):
     assert rewards[True] == {1.0} and min(rewards[False]) == 0.0
     assert lines[1]["reward/passes_tests_deadlines"] == 0.0 <= lines[1]["reward/passes_tests_failures"] < 1.0
     assert 0.0 <= lines[1]["eval/passes_tests"] <= 1.0
+
+
+def test_an_agent_trains_the_model_that_it_talks_to(tmp_path):
+    flags = ["--steps", "1", "--prompts-per-step", "2", "--samples-per-prompt", "2"]
+    lines = lines_of(tmp_path, "harness", *flags)
+    assert [line["step"] for line in lines] == [0, 1] and lines[1]["endpoint/turns"] == 2
+    rows = (tmp_path / "harness" / "samples" / "step_000001.jsonl").read_text().splitlines()
+    for row in map(json.loads, rows):
+        asked, said, back, last = [message["content"] for message in json.loads(row["conversation"])]
+        assert asked == row["prompt"] == f"r{row['answer'][::-1]}>" and back == f"r{row['answer']}>"
+        replies = [text.replace("<eos>", "").replace("<pad>", "") for text in (said, last)]
+        right = sum(sum(map(str.__eq__, *pair)) for pair in zip(replies, (row["answer"], row["answer"][::-1])))
+        assert row["reward"] == pytest.approx(right / 6)
