@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -18,9 +19,10 @@ from stages.backends.model.build import byte_tokenizer
 from stages.backends.model.text import Tokenizers
 from stages.episode.conversation import Conversations
 from stages.episode.renderer import ChatRenderer
+from tests.integration.test_foreign_clients import Spied
 from tests.optional import need
 from tests.unit.test_endpoint import command
-from tests.unit.test_episode import FAST, SAMPLER, Worker
+from tests.unit.test_episode import FAST, SAMPLER, Worker, execute, published, run_graph
 from tests.unit.tiny import QWEN3
 
 need("renderers", "renderers")
@@ -147,6 +149,15 @@ def test_what_was_drawn_is_trained_and_what_follows_is_written_after_it(
             text = of.decode(ids[place:start]).removeprefix("</think>")
             assert text == ("" if closed else CLOSE) + follows[turn] + f"{CLOSE}\n<|im_start|>assistant\n"
     assert kinds == {"answered", "failed"}, "some reply had no way on"
+
+
+def test_a_run_trains_what_was_drawn(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spied, graph, policy = Spied(monkeypatch), run_graph(Thrice(), steps=3), Model(str(folder))
+    given = {"turns": 4, "tokens": 400, "turn_tokens": 20, "environments": 1, "deadlines": FAST}
+    first = Episode(policy, Thrice(), on=graph.stages[0].on, samples_per_prompt=2, chat=True, renderer="qwen3", **given)
+    rest = [replace(one, model=policy) if hasattr(one, "model") else one for one in graph.stages[1:]]
+    assert len(published(execute(tmp_path / "run", replace(graph, stages=(first, *rest))))) == 4
+    assert spied.drawn == spied.trained and max(map(len, spied.trained.values())) == 3
 
 
 def test_it_writes_for_a_program_that_talks_to_an_endpoint(folder: Path) -> None:
