@@ -7,6 +7,7 @@ Importing this package loads no tensor library; a backend loads when a worker se
 
 from pipeline.declare.sharding import Dynamic, Packed
 from stages.advantage import Advantage
+from stages.episode.endpoint.elsewhere import verifiers_command
 from stages.episode.endpoint.stage import Endpoint
 from stages.episode.environment import Call, Deadlines, End, Environment, Messages, Reply, Tool
 from stages.episode.stage import Episode
@@ -75,4 +76,5 @@ __all__ = [
     "Tool",
     "TransportName",
     "TruncatedIS",
+    "verifiers_command",
 ]

@@ -1,7 +1,8 @@
 """The tokens of a conversation: those of its first prompt, and those that follow a reply. Knows no environments.
 
 What the engine drew is never tokenized again. Of a chat, the text after a reply is what the model's chat template adds
-to the text so far; a template that changes the text so far, as some do with earlier thoughts, is refused.
+to the text so far; a template that changes the text so far, as some do with earlier thoughts, is refused. A renderer,
+in the place of the template, writes what follows after the tokens so far.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from pipeline.declare.columns import Ragged
 from pipeline.declare.group import Model
 from pipeline.errors import Problem
 from stages.episode.environment import Call, Reply, Said, Tool
+from stages.episode.renderer import ChatRenderer
 
 SHOWN = 60  # characters of a text that differs
 CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
@@ -26,25 +28,34 @@ CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 
 @dataclass
 class Conversation:
-    """What was said so far: as messages, and, of a chat, as the template's text; and the tools that it may call."""
+    """What was said so far: as messages, and, of a chat, as the template's text, or the tokens of a renderer; and the
+    tools that it may call."""
 
     messages: list[Mapping[str, Any]] = field(default_factory=list)
     text: str = ""
+    ids: list[int] = field(default_factory=list)
     tools: Sequence[Mapping[str, Any]] = ()
 
 
 class Conversations:
     """Writes conversations with a model's tokenizer, as the backend has it."""
 
-    def __init__(self, backend: Any, model: Model, *, chat: bool, tools: Sequence[Tool] = ()) -> None:
+    def __init__(
+        self, backend: Any, model: Model, *, chat: bool, tools: Sequence[Tool] = (), renderer: str | None = None
+    ) -> None:
         self._backend, self._model, self._chat = backend, model, chat
         self._tools = [tool.schema for tool in tools]
+        where = str(model.location)
+        self._renderer = ChatRenderer(renderer, backend.tokenizer(model), where) if renderer else None
 
     def begin(self, said: Said, tools: Sequence[Mapping[str, Any]] = ()) -> tuple[Conversation, torch.Tensor]:
         """Begin a conversation, with tools besides those of all. Returns the tokens of the prompt."""
         made = Conversation(self._as_messages(said), tools=[*self._tools, *tools])
         if not self._chat:
             return made, self._backend.encode(self._model, [said]).values
+        if self._renderer:
+            made.ids = self._renderer.prompt(made.messages, made.tools)
+            return made, torch.tensor(made.ids, dtype=torch.long)
         made.text = self._backend.rendered(self._model, made.messages, made.tools)
         return made, self._backend.tokens(self._model, made.text)
 
@@ -63,11 +74,18 @@ class Conversations:
         (last,) = self._backend.decode(self._model, Ragged(ids[-1:], (1,)))
         return ids if last else ids[:-1]
 
-    def answer(self, so_far: Conversation, ids: torch.Tensor, said: Said) -> torch.Tensor:
-        """Add what the environment said after the policy's tokens `ids`. Returns its tokens, up to the next turn."""
-        so_far.messages += self._as_messages(said)
+    def answer(self, so_far: Conversation, ids: torch.Tensor, said: Said) -> torch.Tensor | None:
+        """Add what the environment said after the policy's tokens `ids`. Returns its tokens, up to the next turn; None
+        if a renderer has no way on from the policy's."""
+        messages = self._as_messages(said)
+        so_far.messages += messages
         if not self._chat:
-            return self._backend.encode(self._model, [said]).values
+            made: torch.Tensor = self._backend.encode(self._model, [said]).values
+            return made
+        if self._renderer:
+            added = self._renderer.added(so_far.ids, ids.tolist(), messages, so_far.tools)
+            so_far.ids += [*ids.tolist(), *(added or ())]
+            return None if added is None else torch.tensor(added, dtype=torch.long)
         whole = self._backend.rendered(self._model, so_far.messages, so_far.tools)
         before = so_far.text + self._backend.written(self._model, ids)
         if not whole.startswith(before):

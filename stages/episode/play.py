@@ -124,6 +124,8 @@ class Play:
             if isinstance(found, End):
                 return found.kind
             inserted = self._conversations.answer(self._so_far, drawn, found.said)
+            if inserted is None:
+                return f"failed:{turn}:malformed"
             if turn + 1 == self._stage.turns:
                 break
             if self.tokens + len(inserted) >= self._stage.tokens:

@@ -34,6 +34,9 @@ class Episode(TurnStage):
     tokens        the most tokens after the first prompt, those of the environment included; `end="tokens"`
     turn_tokens   the most tokens of a turn
     temperature, top_p, top_k, min_p, stop, chat   as in Rollout
+    renderer      with `chat`: the family of models ("qwen3") of the library renderers that writes messages, in the
+                  place of the chat template. It changes no earlier turns; a reply that is closed within a thought ends
+                  the episode with `end="failed:<turn>:malformed"` if more is said
     environments  processes of the environment per worker; coroutines of one process run at the same time
     deadlines     of the environment's methods, and of an episode; `end="deadline"`
     retries       new environments after one that failed. Recorded replies are played again; a failure that comes again

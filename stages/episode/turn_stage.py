@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline import Graph, Model, Output, Stage, StageContext, Task, WorkerGroup
 from pipeline.declare.columns import Columns, plain_values
-from pipeline.declare.parameters import at_least, broken, number
+from pipeline.declare.parameters import Rule, at_least, broken, number
 from pipeline.errors import Problem, shown
 from stages.backends import engine
 from stages.episode.environment import Deadlines, Tool
@@ -52,6 +52,12 @@ _RULES = (
     at_least("tokens", 1, most=2**31, why="tokens must be a whole number from 1 to 2**31", fix=4096),
     at_least("turn_tokens", 1, most=2**31, why="turn_tokens must be a whole number from 1 to 2**31", fix=512),
     at_least("retries", 0, why="retries must be a whole number, 0 or more", fix=2),
+    Rule(
+        "renderer",
+        lambda value: value is None or (isinstance(value, str) and bool(value)),
+        "a renderer is the name of a family of models in the library renderers",
+        'renderer="qwen3", or None for the chat template',
+    ),
 )
 _DEADLINES = tuple(
     number(name, lambda value: value > 0, why=f"{name} must be a number of seconds above 0", fix=30.0)
@@ -68,6 +74,7 @@ class TurnStage(Stage, ABC):
     turn_tokens   the most tokens of a turn
     deadlines     of what answers, and of an episode; `end="deadline"`
     retries       new attempts after one that failed; without any left, an episode is lost
+    renderer      of a chat: what writes it in the place of the chat template, by a model's family, such as "qwen3"
     """
 
     model: Model
@@ -84,6 +91,7 @@ class TurnStage(Stage, ABC):
     stop: tuple[str, ...] = ()
     deadlines: Deadlines = field(default_factory=Deadlines)
     retries: int = 2
+    renderer: str | None = None
 
     shape = "stream"
     writes = (
@@ -151,6 +159,9 @@ class TurnStage(Stage, ABC):
         if self.is_chat and self.model.config is not None and self.model.chat_template is None:
             what, why = f"the tokenizer of {self.model.source!r} has no chat template", "it turns messages into tokens"
             yield Problem(where=where, what=what, why=why, fix="Model(..., chat_template=...), in Jinja's language")
+        if isinstance(self.renderer, str) and not self.is_chat:
+            what, why = f"{says} has renderer={self.renderer!r} without chat=True", "a renderer writes messages"
+            yield Problem(where=where, what=what, why=why, fix="chat=True, or leave out renderer=")
         if self.model.router_replay or self.model.images:
             has = "router_replay" if self.model.router_replay else "images"
             yield Problem(
@@ -259,7 +270,7 @@ class TurnStage(Stage, ABC):
         from stages.episode.doors import Doors
         from stages.episode.play import Play
 
-        written = Conversations(backend, self.model, chat=self.is_chat, tools=self.tools)
+        written = Conversations(backend, self.model, chat=self.is_chat, tools=self.tools, renderer=self.renderer)
         doors = Doors(turns, names, most=self.most_open, joins=joins)
         places, asked = self.places(context), [made.name for made in self.reads]
         return [

@@ -62,6 +62,8 @@ CASES = [
     replace(episode("reward_of_all_tokens", reward="Reward(long)"), top=TOP + LONG, at=()),
     episode("episode_of_no_turns", "turns=0"),
     episode("episode_without_processes", "environments=0, retries=-1"),
+    episode("renderer_of_texts", "renderer='qwen3'"),
+    episode("renderer_that_is_no_name", "renderer=('qwen3',)"),
     episode("deadlines_are_a_number", "deadlines=30"),
     episode("deadline_of_0", "deadlines=Deadlines(turn_s=0)"),
     endpoint("endpoint_without_a_chat_template", "command=('python', 'agent.py')"),

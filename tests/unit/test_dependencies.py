@@ -19,7 +19,8 @@ PACKAGE_OF = {  # module -> package, where the names differ
     "PIL": "pillow",
     "transfer_queue": "TransferQueue",
 }
-THROUGH = {"triton": "torch"}  # a package that a declared one brings
+THROUGH = {"jinja2": "torch", "triton": "torch"}  # packages that a declared one brings
+ELSEWHERE = {"verifiers": "stages/episode/endpoint/of_verifiers.py"}  # in a file that another Python runs
 
 
 def normal(name: str) -> str:
@@ -52,7 +53,7 @@ def test_every_import_is_declared() -> None:
     lacking = {
         package: line
         for package, line in imported().items()
-        if package not in known and THROUGH.get(package) not in known
+        if package not in known and THROUGH.get(package) not in known and ELSEWHERE.get(package) != line.split(":")[0]
     }
     assert not lacking, "declare these in pyproject.toml"
 
@@ -63,4 +64,4 @@ def test_every_dependency_is_imported() -> None:
 
 
 def test_the_tables_are_needed() -> None:
-    assert {*THROUGH, *map(normal, PACKAGE_OF.values())} <= imported().keys()
+    assert {*THROUGH, *ELSEWHERE, *map(normal, PACKAGE_OF.values())} <= imported().keys()

@@ -44,7 +44,7 @@ class Endpoint(TurnStage):
     given         the fields of a row that the command gets, as a JSON object on its standard input
     variables     of its environment, besides PATH, HOME and the like
     commands      the most that run at a time, per worker
-    turns, tokens, turn_tokens, temperature, top_p, top_k, min_p, stop, retries   as in Episode
+    turns, tokens, turn_tokens, temperature, top_p, top_k, min_p, stop, renderer, retries   as in Episode
     deadlines     open_s: until the first request; turn_s: from an answer to the next request, or to the end of the
                   command; close_s: from SIGTERM to SIGKILL
 
