@@ -27,6 +27,7 @@ _EPISODE = "add Episode(policy, environment, on=sampler)"
 CONVERSATION = Field("conversation", dtype="str", hint=_EPISODE)
 END = Field("end", dtype="str", hint=_EPISODE)
 LOST = "lost:"  # how the `end` of an episode begins that the machines have failed
+FAILED = "failed:"  # and of one in which the policy made its environment fail
 TURN_ENDS = Field("turn_ends", dtype="int64", dims="N U", unit="token", low=0, hint=_EPISODE)
 TURN_REWARDS = Field("turn_rewards", dtype="float32", dims="N U", hint=_EPISODE)
 MODEL_REWARD = Field("model_reward", dtype="float32", hint='add RewardModel(Model("the reward model"), on=judge)')

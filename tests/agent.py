@@ -68,7 +68,14 @@ def repeat():
 
 def refused():
     """Sends what is refused, and then talks."""
-    for more in ({"n": 2}, {"stop": ["a"]}, {"tool_choice": "required"}, {"max_tokens": -1}, {"tools": [1]}):
+    for more in (
+        {"messages": []},
+        {"n": 2},
+        {"stop": ["a"]},
+        {"tool_choice": "required"},
+        {"max_tokens": -1},
+        {"tools": [1]},
+    ):
         try:
             ask([USER], **more)
         except urllib.error.HTTPError as error:

@@ -25,6 +25,7 @@ from pipeline.errors import message_of
 from stages.episode import children
 from stages.episode.environment import METHODS, End, Environment, Messages, plain_methods
 from stages.episode.frames import HostAnswer, HostCall, Opening, framed, read_frame
+from stages.vocabulary import FAILED, LOST
 
 READY, NOT_LOADED = -1, -2  # the numbers of the first answer: the environment is loaded, or cannot be
 
@@ -77,9 +78,9 @@ class Host:
         made = await self._call("turn", self._states[asked.episode], asked.reply)
         if isinstance(made, Messages) and is_said(made.said):
             return HostAnswer(number=asked.number, said=made.said, reward=finite(made.reward))
-        if isinstance(made, End) and isinstance(made.kind, str) and made.kind:
+        if isinstance(made, End) and is_end(made.kind):
             return HostAnswer(number=asked.number, end=made.kind, reward=finite(made.reward))
-        raise TypeError(f"turn() returned {made!r:.100}; it returns Messages or End")
+        raise TypeError(f"turn() returned {made!r:.100}; it returns Messages or End, not of a kind that is ours")
 
     async def _call(self, method: str, *given: Any) -> Any:
         function = getattr(self._environment, method)
@@ -88,6 +89,11 @@ class Host:
         if self._apart is None:  # nothing else runs meanwhile
             return function(*given)
         return await self._loop.run_in_executor(self._apart, function, *given)
+
+
+def is_end(kind: object) -> bool:
+    """Return whether this may be how an environment says that an episode ended: a word, and none of ours."""
+    return isinstance(kind, str) and bool(kind) and not kind.startswith((LOST, FAILED))
 
 
 def finite(reward: Any) -> float:

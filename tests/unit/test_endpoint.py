@@ -198,6 +198,6 @@ def test_a_command_gets_fields_and_says_a_result() -> None:
         "answered",
         2.0,
     )
-    for wrong in ('{"end": 3}', '{"end": ""}', '{"reward": true}'):
+    for wrong in ('{"end": 3}', '{"end": ""}', '{"reward": true}', '{"end": "lost:open"}', '{"reward": NaN}'):
         with pytest.raises(ValueError):
             result_in(wrong)

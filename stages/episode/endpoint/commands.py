@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import math
 import os
 import re
 import secrets
@@ -31,6 +32,7 @@ from stages.episode.endpoint.server import HOST, MODEL, EndpointServer
 from stages.episode.endpoint.session import CommandEnded, NextRequest, Session
 from stages.episode.environment import Reply
 from stages.episode.frames import HEAD, HostAnswer, framed
+from stages.episode.host import is_end
 from stages.episode.processes import EnvironmentFailedError
 
 CLOSE_S = 5.0  # until what the commands leave is gone
@@ -270,6 +272,7 @@ def result_in(printed: str) -> tuple[str, float]:
     if not isinstance(found, dict):
         return "answered", 0.0
     end, reward = found.get("end", "answered"), found.get("reward", 0.0)
-    if not isinstance(end, str) or not end or isinstance(reward, bool) or not isinstance(reward, int | float):
-        raise ValueError(f"its last line is {lines[-1]:.100}; end is a word, and reward a number")
+    is_number = isinstance(reward, int | float) and not isinstance(reward, bool) and math.isfinite(reward)
+    if not (is_end(end) and is_number):
+        raise ValueError(f"its last line is {lines[-1]:.100}; end is a word, not lost: or failed:, and reward a number")
     return end, float(reward)

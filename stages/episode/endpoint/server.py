@@ -59,6 +59,8 @@ class _ApiRoute:
             if not isinstance(body, dict):
                 raise BadRequestError("the body is no JSON object")
             asked = self._api.asked(body)
+            if not asked.messages:
+                raise BadRequestError("there are no messages")
         except (msgspec.DecodeError, BadRequestError) as error:
             return self._error(400, str(error))
         waiting = asyncio.ensure_future(session.ask(asked))
