@@ -16,6 +16,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -46,6 +47,7 @@ from stages.episode.turns import EpisodeName, NextTurn, TurnSampler
 from tests.doors import REPOSITORY
 from tests.unit import tiny_graph
 from tests.unit.environments import Chatty, Echo, Faulty, Lying, OneTurn, Sleeping
+from tests.unit.streams import collected
 from tests.unit.tiny import QWEN3
 
 torch.set_num_threads(1)
@@ -191,7 +193,8 @@ def test_ends(worker: Worker, settings: dict[str, Any], end: set[str], truncated
 
 
 def test_an_episode_ends_at_its_deadline(worker: Worker) -> None:
-    slow = episode(Echo(turns=9, sleep_s=2.0), turns=9, deadlines=replace(FAST, episode_s=1.0))
+    slow = episode(Echo(turns=9, sleep_s=2.0), turns=9, deadlines=replace(FAST, episode_s=1.0), environments=1)
+    asyncio.run(slow.places(worker.context).place().ask("open", -1, 30.0, row={"prompt": "1"}, seed=(0,)))
     assert "deadline" in worker.columns(slow, TEXTS[:1])["end"]
 
 
@@ -277,6 +280,28 @@ def test_a_cancelled_group_ends_where_it_stands(worker: Worker) -> None:
     assert sorted(i for output in found for i in output.times) == list(range(8))
     assert [output.cancelled for output in found if output.cancelled] == [{1: found[0].cancelled[1]}]
     assert sorted(i for output in found for i in output.index or ()) == [0, 1, 4, 5, 6, 7]
+
+
+def test_the_tokens_of_a_turn_that_is_cancelled_are_counted(worker: Worker) -> None:
+    run = episode(OneTurn(), turn_tokens=40).setup(worker.context)
+    columns, task = {"prompt": ["1"] * 2}, Task(number=1, stage="episode", step=0, groups=(5,), version=0)
+    served = worker.shared["engine"].served_version
+    drawn: list[int] = []
+
+    def version(*given: Any) -> int:  # asked for once per token
+        drawn.append(0)
+        if len(drawn) == 4:
+            worker.context.cancelled.add(5)
+        return int(served(*given))
+
+    worker.shared["engine"].served_version = version
+    (output,) = collected(run(columns, task))
+    assert output.cancelled == {0: 4}
+
+
+def test_what_ends_before_its_first_turn_is_no_sample(worker: Worker) -> None:
+    slow = episode(Sleeping(5.0), deadlines=replace(FAST, episode_s=0.5))
+    assert set(worker.columns(slow, TEXTS[:1])["end"]) == {"lost:open:deadline"}
 
 
 # Chats.
@@ -472,8 +497,9 @@ def height(response: str) -> float:
 def execute(folder: Path, graph: Graph, executor: Any = None, start: int = 0) -> list[Any]:
     """The events of a run."""
     run_dir = RunDir(folder).create()
-    driver = Driver(graph, plan(graph)[0], executor or LocalExecutor(), run_dir=run_dir, start=start)
-    driver.execute()
+    planned = plan(graph)[0]
+    run_dir.plan.write_bytes(msgspec.json.encode(planned))  # with it, the record is checked
+    Driver(graph, planned, executor or LocalExecutor(), run_dir=run_dir, start=start).execute()
     return [event for _, event in trace.read(folder / "events.jsonl")]
 
 
