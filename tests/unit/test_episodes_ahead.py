@@ -49,18 +49,20 @@ def assert_closed(log: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("k", "refit", "slow"), [(1, "in_flight", "r42"), (2, "in_flight", "none"), (1, "drain", "none")]
+    ("k", "refit", "slow", "slow_s"),
+    [(1, "in_flight", "r42", 60.0), (2, "in_flight", "r18", 0.1), (1, "drain", "r42", 0.1)],
 )
 def test_no_token_is_too_old_and_an_environment_that_holds_its_episode_up_is_closed(
-    tmp_path: Path, k: int, refit: Any, slow: str
+    tmp_path: Path, k: int, refit: Any, slow: str, slow_s: float
 ) -> None:
-    """The slow group waits until it is too old, and with it those that are decoded together with it."""
-    environment = Uneven(sleep_s=0.05, of=slow, slow_s=60.0, log=str(tmp_path / "log"))
+    """The slow group waits for its environment, and with it those that are decoded together with it: for a minute,
+    until it is too old, or while weights change."""
+    environment = Uneven(sleep_s=0.05, of=slow, slow_s=slow_s, log=str(tmp_path / "log"))
     schedule = Schedule(steps=5, max_staleness=k, on_stale="drop", refit=refit)
     events = execute(tmp_path / "run", ahead(environment, schedule))
     assert 0 < max(ages(events)) <= k and len(ages(events)) == 5 * 4
-    assert crossed(events) == (refit == "in_flight")
+    assert refit == "in_flight" or not crossed(events)
     dropped = [event for event in events if isinstance(event, trace.Dropped)]
-    assert (slow == "none") or {event.reason for event in dropped} == {"cancelled"}
+    assert slow_s < 1.0 or {event.reason for event in dropped} == {"cancelled"}
     assert all(tokens > 0 for event in dropped for tokens in event.tokens), "a turn has been drawn"
     assert_closed(tmp_path / "log")
