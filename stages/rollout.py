@@ -189,27 +189,13 @@ class Rollout(Stage):
         )
         async with aclosing(stream):
             async for event in stream:
-                check_event(event, backend.served_version(self.model, task.version))
+                check_event(event, backend.served_version(self.model, task.version), self.name)
                 if isinstance(event, Cancelled):
                     yield Output(cancelled={wanted[group]: tokens for group, tokens in event.tokens.items()})
                     continue
-                self._check_finite(event.made)
                 samples = samples_of(event.groups, size)
                 ids = prompt_ids if len(samples) == len(index) else take(prompt_ids, samples)
                 yield self._output(backend, ids, event.made, [index[i] for i in samples])
-
-    def _check_finite(self, made: Generation) -> None:
-        """Raise StageError if a token was drawn from weights that are not numbers."""
-        odd = (~made.logprobs.values.isfinite()).nonzero()
-        if len(odd):
-            raise StageError(
-                Problem(
-                    where=f"stage {self.name!r}",
-                    what=f"tokens of version {int(made.versions.values[odd[0, 0]])} have logprobs that are not finite",
-                    why="an update has made the weights infinite, or too large to compute with",
-                    fix="a lower lr, a smaller clip_grad or a warmup in Train, from an earlier checkpoint",
-                )
-            )
 
     def _output(self, backend: Engine, prompt_ids: Column, made: Generation, index: list[int]) -> Output:
         lengths = made.response_ids.lengths
@@ -280,9 +266,10 @@ def _as_stop(value: Any) -> str:
     return f"stop=({value!r},)" if isinstance(value, str) else "stop=()"
 
 
-def check_event(event: object, served: object) -> None:
+def check_event(event: object, served: object, stage: str) -> None:
     """Raise if a backend's stream yields something else, or samples of a version that it does not serve. A version that
-    is on its way may be sampled from before the backend counts it as served."""
+    is on its way may be sampled from before the backend counts it as served. Raise StageError, for a stage of that
+    name, if a token was drawn from weights that are not numbers."""
     if isinstance(event, Cancelled):
         return
     if not (isinstance(event, Decoded) and isinstance(event.made, Generation)):
@@ -295,3 +282,13 @@ def check_event(event: object, served: object) -> None:
     newest = int(versions.max()) if len(versions) else 0
     if newest > served + 1:
         raise ValueError(f"the backend sampled tokens of version {newest}, and serves version {served}")
+    odd = (~event.made.logprobs.values.isfinite()).nonzero()
+    if len(odd):
+        raise StageError(
+            Problem(
+                where=f"stage {stage!r}",
+                what=f"tokens of version {int(versions[odd[0, 0]])} have logprobs that are not finite",
+                why="an update has made the weights infinite, or too large to compute with",
+                fix="a lower lr, a smaller clip_grad or a warmup in Train, from an earlier checkpoint",
+            )
+        )

@@ -125,11 +125,13 @@ class Attempts:
         if place is None:
             return
         if self._places.closes:
-            with suppress(EnvironmentFailedError):
-                await place.ask("close", self._number, self._deadlines.close_s, self._times)
-            place.episodes.discard(self._number)
-            if self._own:
-                place.kill()
+            try:
+                with suppress(EnvironmentFailedError):
+                    await place.ask("close", self._number, self._deadlines.close_s, self._times)
+            finally:
+                place.episodes.discard(self._number)
+                if self._own:
+                    place.kill()
         else:
             self._leave(place)
 

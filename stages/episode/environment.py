@@ -112,7 +112,8 @@ class Environment:
         raise TypeError(f"{type(self).__name__} has no open()")
 
     def turn(self, state: Any, reply: Reply) -> Messages | End:
-        """Answer a reply. May be `async`: turns of other episodes then run meanwhile."""
+        """Answer a reply. May be `async`: turns of other episodes then run meanwhile. It is cancelled if its episode is
+        not wanted any more."""
         raise TypeError(f"{type(self).__name__} has no turn()")
 
     def close(self, state: Any) -> None:

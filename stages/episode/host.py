@@ -38,7 +38,7 @@ class Host:
         self._loop = asyncio.new_event_loop()
         self._apart = ThreadPoolExecutor(1) if len(plain_methods(environment)) < len(METHODS) else None
         self._states: dict[int, Any] = {}
-        self._running: set[asyncio.Task[None]] = set()
+        self._running: dict[int, tuple[str, asyncio.Task[None]]] = {}  # by episode: a method, and its call
 
     def serve(self) -> None:
         """Answer until the connection ends, which ends the process."""
@@ -53,12 +53,23 @@ class Host:
             children.kill(os.getpgrp())  # what the environments started, and this process
 
     def _start(self, asked: HostCall) -> None:
-        task = self._loop.create_task(self._answer(asked))
-        self._running.add(task)
-        task.add_done_callback(self._running.discard)
+        """Answer a call. One that its episode has made before, and that is not answered yet, is not wanted any more."""
+        unwanted = self._running.get(asked.episode)
+        task = self._loop.create_task(self._answer(asked, unwanted))
+        self._running[asked.episode] = asked.method, task
+        task.add_done_callback(lambda _: self._forget(asked.episode, task))
 
-    async def _answer(self, asked: HostCall) -> None:
+    def _forget(self, episode: int, task: asyncio.Task[None]) -> None:
+        if self._running[episode][1] is task:
+            del self._running[episode]
+
+    async def _answer(self, asked: HostCall, unwanted: tuple[str, asyncio.Task[None]] | None) -> None:
         try:
+            if unwanted is not None:
+                method, call = unwanted
+                if inspect.iscoroutinefunction(getattr(self._environment, method)):
+                    call.cancel()
+                await asyncio.wait({call})
             answer = await self._called(asked)
         except BaseException as error:  # noqa: BLE001 - the user's
             answer = HostAnswer(number=asked.number, error=(type(error).__name__, message_of(error)))

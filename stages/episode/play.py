@@ -21,6 +21,7 @@ from stages.episode.turns import EpisodeName, NextTurn, TurnSampler
 from stages.vocabulary import (
     CONVERSATION,
     END,
+    LOST,
     PROMPT_IDS,
     RESPONSE,
     RESPONSE_IDS,
@@ -97,7 +98,7 @@ class Play:
             async with asyncio.timeout(self._stage.deadlines.episode_s):
                 end = await self._played()
         except TimeoutError:
-            end = "deadline"
+            end = "deadline" if self._parts else f"{LOST}open:deadline"  # what has no token of the policy is no sample
         except EpisodeLostError as error:
             end = error.end
         except asyncio.CancelledError:

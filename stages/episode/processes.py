@@ -120,6 +120,8 @@ class EnvironmentProcess:
         self._process.wait()
 
     def _add(self, waiting: _Waiting) -> None:
+        if waiting.call.method == "close":  # what its episode still waits for is not wanted any more
+            self._queue = deque(each for each in self._queue if each.call.episode != waiting.call.episode)
         self._queue.append(waiting)
         self._send()
 

@@ -251,7 +251,7 @@ class TurnStage(Stage, ABC):
             seed=context.seed,
             version=version,
             joins=_joins(context),
-            check=lambda event: check_event(event, backend.served_version(self.model, version)),
+            check=lambda event: check_event(event, backend.served_version(self.model, version), self.name),
             unwanted=lambda group: group in context.cancelled,
         )
 
@@ -310,7 +310,10 @@ class TurnStage(Stage, ABC):
                     running = groups.pop(position)
                     running.cancel()
                     await asyncio.gather(running, return_exceptions=True)
-                    longest = max(play.tokens for play in plays[position * size : (position + 1) * size])
+                    cut = await turns.given_up(task.groups[position])
+                    longest = max(
+                        play.tokens + cut.get(play.name, 0) for play in plays[position * size : (position + 1) * size]
+                    )
                     times = {i: plays[i].times for i in range(position * size, (position + 1) * size)}
                     yield Output(cancelled={position: longest}, times=times)
                 for position in [position for position, running in groups.items() if running.done()]:

@@ -21,6 +21,8 @@ from pipeline.declare.group import Model
 from pipeline.declare.times import GENERATE, QUEUE, WORKER, SampleTimes
 from stages.backends import Cancelled, Decoded, Draws, Generation, Sampling, part
 
+LOOK_S = 0.005  # between two looks whether cancelled turns have ended
+
 
 @dataclass(frozen=True)
 class NextTurn:
@@ -70,6 +72,8 @@ class TurnSampler:
         self._open: set[EpisodeName] = set()
         self._asked: dict[EpisodeName, _AskedTurn] = {}
         self._waves: set[asyncio.Task[None]] = set()
+        self._running: dict[asyncio.Future[Generation], EpisodeName] = {}  # turns that the engine has
+        self._given_up: dict[EpisodeName, int] = {}  # tokens of the turn that was cancelled
 
     def enter(self, episode: EpisodeName) -> None:
         """Open an episode, before any that began with it asks for a turn."""
@@ -97,6 +101,12 @@ class TurnSampler:
             if asked.begun_s is not None:
                 times.until(GENERATE)
 
+    async def given_up(self, group: int) -> dict[EpisodeName, int]:
+        """The tokens of turns that were cancelled, by episode of a cancelled group, once all of them have ended."""
+        while any(name.group == group for name in self._running.values()):
+            await asyncio.sleep(LOOK_S)
+        return {name: tokens for name, tokens in self._given_up.items() if name.group == group}
+
     async def close(self) -> None:
         """End what is being sampled."""
         for wave in self._waves:
@@ -117,6 +127,7 @@ class TurnSampler:
     async def _wave(self, asked: dict[EpisodeName, _AskedTurn]) -> None:
         names = sorted(asked, key=lambda name: (name.group, name.sample))
         futures = [asked[name].future for name in names]
+        self._running.update(zip(futures, names, strict=True))
         try:
             await self._sampled(names, [asked[name].turn for name in names], futures)
         except Exception as error:  # noqa: BLE001 - raised where the turns are awaited
@@ -125,6 +136,7 @@ class TurnSampler:
                     future.set_exception(error)
         finally:
             for future in futures:
+                self._running.pop(future, None)
                 future.cancel()
 
     async def _sampled(
@@ -145,11 +157,16 @@ class TurnSampler:
             async for event in stream:
                 self._check(event)
                 if isinstance(event, Cancelled):
-                    for position in event.tokens:
+                    for position, tokens in event.tokens.items():
+                        self._given_up[names[position]] = tokens
+                        self._running.pop(futures[position], None)
                         futures[position].cancel()
                 elif isinstance(event, Decoded):
                     for row, position in enumerate(event.groups):
-                        if not futures[position].done():
+                        self._running.pop(futures[position], None)
+                        if futures[position].done():
+                            self._given_up[names[position]] = event.made.response_ids.lengths[row]
+                        else:
                             futures[position].set_result(one_of(event.made, row))
 
 

@@ -54,6 +54,7 @@ COLOCATED = """
 from unittest.mock import patch
 from graphs import quickstart
 from pipeline import Graph
+from tests.unit.environments import Echo, with_episodes
 from tests.unit.test_colocated import colocated
 
 MIXTURE = quickstart.TINY_QWEN3 | {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2,
@@ -63,13 +64,14 @@ def graph(steps: int = 2) -> Graph:
     with patch.object(quickstart, "TINY_QWEN3", MIXTURE):
         made = quickstart.graph(steps=steps, evaluate_every=2, warm_start_steps=20, prompts_per_step=8,
                                 samples_per_prompt=4, threads=1, generator="vllm", trainer="megatron")
-    return colocated(made)
+    return with_episodes(colocated(made), Echo(), turns=3, tokens=30, turn_tokens=6, environments=1)
 """
 TWO_RANKS = """
 from dataclasses import replace
 from graphs import quickstart
 from pipeline import Graph, WorkerGroup
 from stages import PrevLogprobs, Refit, Train
+from tests.unit.environments import Echo, with_episodes
 
 def graph(every: int = 3) -> Graph:
     made = quickstart.graph(steps=7, evaluate_every=7, warm_start_steps=20, prompts_per_step=8, samples_per_prompt=4,
@@ -77,17 +79,18 @@ def graph(every: int = 3) -> Graph:
     learner = WorkerGroup("learner", backend="megatron", workers=2, tensor_parallel=2, threads=1)
     stages = [replace(s, source=learner) if isinstance(s, Refit) else
               replace(s, on=learner) if isinstance(s, (PrevLogprobs, Train)) else s for s in made.stages]
-    return replace(made, stages=tuple(stages), schedule=replace(made.schedule, checkpoint_every=every))
+    made = replace(made, stages=tuple(stages), schedule=replace(made.schedule, checkpoint_every=every))
+    return with_episodes(made, Echo(), turns=3, tokens=30, turn_tokens=6, environments=1)
 """
 
 
 @pytest.mark.timeout(600)
-def test_both_engines_take_turns_where_they_are_colocated_on_a_mixture_of_experts(tmp_path, ray_session):
+def test_both_engines_take_turns_where_they_are_colocated_on_episodes_of_a_mixture_of_experts(tmp_path, ray_session):
     need("vllm", "vllm")
     file = tmp_path / "together.py"
     file.write_text(COLOCATED)
     run_dir = run(tmp_path / "run", file, {})
-    assert len(lines(run_dir)) == 2
+    assert [line["episode/turns"] for line in lines(run_dir)] == [3.0, 3.0]
     assert max(line["train/mismatch_ratio_max"] for line in lines(run_dir)) < 1 + 1e-4
     turned = [(event.group, event.awake) for event in events(run_dir, trace.Turned)]
     assert turned[:3] == [("learner", False), ("sampler", False), ("learner", True)]
@@ -117,5 +120,5 @@ def test_a_trainer_of_two_ranks_that_loses_one_goes_back_to_its_checkpoint(tmp_p
     published = [(event.version, event.sha256) for event in events(run_dir, trace.Published)]
     assert [version for version, _ in published].count(4) == 2, "before the loss and after it"
     assert len(set(published)) == len(dict(published)) == 8, "trained again it is the same"
-    assert [line["step"] for line in lines(run_dir)] == list(range(1, 8))
+    assert [(line["step"], line["episode/turns"]) for line in lines(run_dir)] == [(n, 3.0) for n in range(1, 8)]
     assert not check(run_dir.path)

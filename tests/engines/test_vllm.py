@@ -20,6 +20,7 @@ from stages import Episode, Rollout
 from stages.backends import Cancelled, Decoded, Draws, Generation, Sampling
 from stages.backends.torch.engine import TorchEngine
 from stages.backends.vllm.limits import problems
+from stages.episode.attempts import Attempts
 from tests.engines import vllm_models as tiny
 from tests.optional import need
 from tests.shares import shares_of
@@ -136,6 +137,53 @@ def test_episodes_are_those_of_the_torch_backend(
         assert all(equal(a, b) for a, b in zip(rollout[name], one[name], strict=True)), name
     near = zip(rollout["rollout_logprobs"], one["rollout_logprobs"], strict=True)
     assert all(torch.allclose(a, b, atol=NEAR) for a, b in near)  # vLLM computes what is cached in other batches
+
+
+def test_turns_find_earlier_ones_in_the_cache_until_the_weights_change(
+    backend: Any, model: Model, other: Model, root: Path, monkeypatch: Any
+) -> None:
+    """Each turn is a request that computes what the one before it has not, in whole blocks. Between the second and the
+    third turn the weights change: the third computes all of the conversation with the new ones."""
+    prompt = "what follows + " * 16
+    given = {"on": tiny.GROUP, "samples_per_prompt": 1, "environments": 1, "top_k": 20}
+    stage = Episode(model, Echo(4), turns=4, tokens=80, turn_tokens=12, **given)
+    context = replace(tiny.context(root), group_size=1, shared={"engine": backend})
+    requests: list[tuple[int, int]] = []  # tokens of the prompt, and how many of them were in the cache
+    client = importlib.import_module("stages.backends.vllm.client")
+    generate = client.versions.AsyncLLM.generate
+
+    async def counted(self: Any, *given: Any, **named: Any) -> Any:
+        async for output in generate(self, *given, **named):
+            yield output
+        requests.append((len(output.prompt_token_ids), output.num_cached_tokens))
+
+    asked = Attempts.turn
+
+    async def refitted(self: Any, reply: Any) -> Any:
+        if len(requests) == 2:
+            backend.serve(model, tiny.shares(other), 2)
+        return await asked(self, reply)
+
+    monkeypatch.setattr(client.versions.AsyncLLM, "generate", counted)
+    monkeypatch.setattr(Attempts, "turn", refitted)
+    task = Task(number=1, stage="episode", step=0, groups=(77,), version=1)
+    try:
+        made = rows_by_sample(asyncio.run(collected(stage.setup(context)({"prompt": [prompt]}, task))))
+    finally:
+        context.shared.pop("engine")
+        for held in context.shared.values():
+            held.close()
+    block = backend.client(model)._llm.vllm_config.cache_config.block_size
+    ids, ends, versions = made["response_ids"][0], made["turn_ends"][0].tolist(), made["token_versions"][0]
+    computed = [len(made["prompt_ids"][0]) + end - 1 for end in ends]  # when the turn has ended
+    assert [cached for _, cached in requests] == [0, computed[0] // block * block, 0, computed[2] // block * block]
+    assert computed[2] // block > len(made["prompt_ids"][0]) // block > 0, "tokens that were drawn are found too"
+    drawn = Generation(Ragged.of([ids]), Ragged.of([ids]), torch.zeros(1), Ragged.of([ids]))
+    assert [int(versions[end - 1]) for end in ends] == [1, 1, 2, 2]
+    for of, version in ((model, 1), (other, 2)):
+        (wanted,) = tiny.logprobs(tiny.reference(of), Ragged.of(made["prompt_ids"]), drawn, 1.0)
+        has = made["rollout_logprobs"][0]
+        assert (has - wanted)[versions == version].abs().max() < NEAR
 
 
 def rows_by_sample(outputs: list[Any]) -> dict[str, list[Any]]:

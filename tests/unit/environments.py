@@ -7,12 +7,26 @@ import os
 import signal
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 from typing import Any
 
-from stages import End, Environment, Messages, Reply
+from pipeline import Graph
+from stages import End, Environment, Episode, Filter, Messages, Reply, Rollout
+
+
+def with_episodes(graph: Graph, environment: Environment, **settings: Any) -> Graph:
+    """The graph with episodes in the place of its rollout, of which no group may be lost."""
+    stages = []
+    for stage in graph.stages:
+        if isinstance(stage, Rollout):
+            size = stage.samples_per_prompt
+            stages += [Episode(stage.model, environment, on=stage.on, samples_per_prompt=size, **settings)]
+            stages += [Filter("complete", lost=0.0)]
+        else:
+            stages.append(stage)
+    return replace(graph, stages=tuple(stages))
 
 
 @dataclass(frozen=True)
@@ -57,6 +71,37 @@ class Sleeping(Environment):
     async def turn(self, state: Any, reply: Reply) -> Messages | End:
         await asyncio.sleep(self.sleep_s)
         return End()
+
+
+@dataclass(frozen=True)
+class Uneven(Echo):
+    """Echo in coroutines, with `slow_s` more for each turn of the prompts that begin with `of`. Writes to the file
+    `log` when a method begins, and when a turn is over or cancelled, with the draw of the episode."""
+
+    of: str = "none"
+    slow_s: float = 0.0
+    log: str = ""
+
+    async def open(self, row: Mapping[str, Any], draw: Random) -> tuple[Any, str]:
+        state, said = super().open(row, draw)
+        self._log("open", state)
+        return state | {"slow_s": self.slow_s if said.startswith(self.of) else 0.0}, said
+
+    async def turn(self, state: Any, reply: Reply) -> Messages | End:
+        self._log("turn", state)
+        try:
+            await asyncio.sleep(self.sleep_s * state["draw"] + state["slow_s"])
+        finally:
+            self._log("over", state)
+        state["turn"] += 1
+        return End() if state["turn"] == self.turns else Messages(reply.text[:2] or "1")
+
+    async def close(self, state: Any) -> None:
+        self._log("close", state)
+
+    def _log(self, what: str, state: Any) -> None:
+        with Path(self.log).open("a") as file:
+            file.write(f"{state['draw']} {what}\n")
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -36,6 +37,7 @@ from pipeline.declare.columns import Ragged
 from pipeline.declare.times import SampleTimes
 from pipeline.engine.driver import Driver
 from pipeline.executors.local import LocalExecutor
+from pipeline.executors.policy_versions import versions_of
 from pipeline.plan.planner import plan
 from pipeline.record import trace
 from pipeline.rundir import RunDir
@@ -48,17 +50,22 @@ from stages import (
     Filter,
     PrevLogprobs,
     Refit,
+    Reply,
     Reward,
     Rollout,
     Train,
 )
 from stages.backends import Decoded, Generation, Sampling
-from stages.episode.processes import Processes
+from stages.episode.attempts import Attempts
+from stages.episode.frames import HostAnswer
+from stages.episode.processes import EnvironmentFailedError, Processes
 from stages.episode.turns import EpisodeName, NextTurn, TurnSampler
 from stages.vocabulary import RESPONSE_IDS, TOKEN_VERSIONS
 from tests.doors import REPOSITORY
+from tests.shares import shares_of
 from tests.unit import tiny_graph
 from tests.unit.environments import Chatty, Echo, Faulty, Lying, OneTurn, Sleeping
+from tests.unit.streams import collected
 from tests.unit.tiny import QWEN3
 
 torch.set_num_threads(1)
@@ -204,7 +211,8 @@ def test_ends(worker: Worker, settings: dict[str, Any], end: set[str], truncated
 
 
 def test_an_episode_ends_at_its_deadline(worker: Worker) -> None:
-    slow = episode(Echo(turns=9, sleep_s=2.0), turns=9, deadlines=replace(FAST, episode_s=1.0))
+    slow = episode(Echo(turns=9, sleep_s=2.0), turns=9, deadlines=replace(FAST, episode_s=1.0), environments=1)
+    asyncio.run(slow.places(worker.context).place().ask("open", -1, 30.0, row={"prompt": "1"}, seed=(0,)))
     assert "deadline" in worker.columns(slow, TEXTS[:1])["end"]
 
 
@@ -290,6 +298,58 @@ def test_a_cancelled_group_ends_where_it_stands(worker: Worker) -> None:
     assert sorted(i for output in found for i in output.times) == list(range(8))
     assert [output.cancelled for output in found if output.cancelled] == [{1: found[0].cancelled[1]}]
     assert sorted(i for output in found for i in output.index or ()) == [0, 1, 4, 5, 6, 7]
+
+
+def test_the_tokens_of_a_turn_that_is_cancelled_are_counted(worker: Worker) -> None:
+    run = episode(OneTurn(), turn_tokens=40).setup(worker.context)
+    columns, task = {"prompt": ["1"] * 2}, Task(number=1, stage="episode", step=0, groups=(5,), version=0)
+    served = worker.shared["engine"].served_version
+    drawn: list[int] = []
+
+    def version(*given: Any) -> int:  # asked for once per token
+        drawn.append(0)
+        if len(drawn) == 4:
+            worker.context.cancelled.add(5)
+        return int(served(*given))
+
+    worker.shared["engine"].served_version = version
+    (output,) = collected(run(columns, task))
+    assert output.cancelled == {0: 4}
+
+
+def test_weights_may_change_within_an_episode_and_the_oldest_decide_its_age(worker: Worker) -> None:
+    """Here in the middle of the second turn of both samples."""
+    run = episode(Echo()).setup(worker.context)
+    backend, columns = worker.shared["engine"], {"prompt": ["1"] * 2}
+    served, asked = backend.served_version, Attempts.turn
+    turns, drawn = [0], [0]
+
+    async def turn(self: Any, reply: Any) -> Any:
+        turns[0] += 1
+        return await asked(self, reply)
+
+    def version(*given: Any) -> int:  # asked for once per token
+        drawn[0] += turns[0] == 2
+        if drawn[0] == 3:
+            drawn[0] += 1
+            backend.serve(POLICY, shares_of(backend.served_weights(POLICY)), 4)
+        return int(served(*given))
+
+    backend.served_version = version
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Attempts, "turn", turn)
+        (output,) = collected(run(columns, Task(number=1, stage="episode", step=4, groups=(5,), version=3)))
+    versions: Any = output.columns["token_versions"]
+    ends: Any = output.columns["turn_ends"]
+    for row, (first, second, _) in zip(versions.rows(), ends.rows(), strict=True):
+        of_turns = [set(part.tolist()) - {-1} for part in row.tensor_split([int(first), int(second)])]
+        assert of_turns == [{3}, {3, 4}, {4}]
+    assert versions_of(versions, (f"{5:08}/0", f"{5:08}/1"))[5].oldest == 3
+
+
+def test_what_ends_before_its_first_turn_is_no_sample(worker: Worker) -> None:
+    slow = episode(Sleeping(5.0), deadlines=replace(FAST, episode_s=0.5))
+    assert set(worker.columns(slow, TEXTS[:1])["end"]) == {"lost:open:deadline"}
 
 
 # Chats.
@@ -454,6 +514,73 @@ def test_a_place_is_the_one_with_the_fewest_episodes() -> None:
         made.close()
 
 
+def test_what_an_episode_waits_for_is_not_called_once_it_is_closed() -> None:
+    made = Processes(Echo(sleep_s=0.2), count=1, log=None)
+    place, row, replied = made.place(), {"prompt": "1"}, Reply("1")
+
+    async def run() -> bool:
+        for one in (1, 2):
+            await place.ask("open", one, 20.0, row=row, seed=(4,))
+        first, second = (place.start("turn", one, 20.0, reply=replied) for one in (1, 2))
+        place.start("close", 2, 20.0)
+        await place.ask("open", 3, 20.0, row=row, seed=(4,))
+        return first.done() and not second.done()
+
+    try:
+        assert asyncio.run(run())
+    finally:
+        made.close()
+
+
+class OnePlace:
+    """Where no environment ever closes."""
+
+    closes = True
+
+    def __init__(self) -> None:
+        self.episodes: set[int] = set()
+        self.killed = False
+
+    def number(self) -> int:
+        return 7
+
+    def place(self) -> Any:
+        return self
+
+    fresh = place
+
+    async def ask(self, method: str, *given: Any, **named: Any) -> HostAnswer:
+        if method == "close":
+            await asyncio.sleep(60.0)
+        if method == "open" and not self.killed:
+            self.killed = True
+            raise EnvironmentFailedError("open", "died")
+        return HostAnswer(number=0, said="1")
+
+    def start(self, *given: Any, **named: Any) -> None:
+        self.killed = True
+
+    def kill(self) -> None:
+        self.killed = True
+
+
+def test_an_episode_that_is_given_up_while_it_closes_leaves_nothing() -> None:
+    place = OnePlace()
+
+    async def run() -> None:
+        attempts = Attempts(place, {}, (0,), FAST, 1)
+        await attempts.open()
+        assert place.episodes == {7} and attempts.retried == 1
+        place.killed = False
+        closing = asyncio.ensure_future(attempts.close())
+        await asyncio.sleep(0.01)
+        closing.cancel()
+        await asyncio.gather(closing, return_exceptions=True)
+
+    asyncio.run(run())
+    assert place.episodes == set() and place.killed
+
+
 # Whole runs.
 
 
@@ -485,8 +612,9 @@ def height(response: str) -> float:
 def execute(folder: Path, graph: Graph, executor: Any = None, start: int = 0) -> list[Any]:
     """The events of a run."""
     run_dir = RunDir(folder).create()
-    driver = Driver(graph, plan(graph)[0], executor or LocalExecutor(), run_dir=run_dir, start=start)
-    driver.execute()
+    planned = plan(graph)[0]
+    run_dir.plan.write_bytes(msgspec.json.encode(planned))  # with it, the record is checked
+    Driver(graph, planned, executor or LocalExecutor(), run_dir=run_dir, start=start).execute()
     return [event for _, event in trace.read(folder / "events.jsonl")]
 
 

@@ -23,6 +23,7 @@ from pipeline.declare.columns import Columns, Ragged
 from pipeline.declare.sharding import Packed, Sharding
 from stages import (
     ClippedLoss,
+    Episode,
     Evaluate,
     Generated,
     PrevLogprobs,
@@ -36,6 +37,7 @@ from stages import (
 from stages.backends import engine
 from stages.logprobs import speed
 from tests.shares import weight_hash
+from tests.unit.environments import OneTurn
 from tests.unit.streams import collected, whole
 from tests.unit.tiny import QWEN3
 
@@ -66,6 +68,7 @@ def rolled_out(stage: Rollout, groups: tuple[int, ...], *, seed: int = 0, versio
 
 
 ROLLOUT = Rollout(POLICY, on=SAMPLER, samples_per_prompt=G, max_tokens=6)
+EPISODE = Episode(POLICY, OneTurn(), on=SAMPLER, samples_per_prompt=G, turn_tokens=6, environments=1)
 SHORT = replace(ROLLOUT, stop=tuple("01234567"))  # makes groups end at different tokens
 
 
@@ -118,12 +121,17 @@ def test_decode_batches_are_whole_groups_and_change_no_sample() -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
-def test_weights_that_are_no_numbers_are_said(temperature: float) -> None:
+@pytest.mark.parametrize("stage", [ROLLOUT, EPISODE], ids=lambda stage: stage.name)
+def test_weights_that_are_no_numbers_are_said(stage: Any, temperature: float) -> None:
     here = context()
     engine(here).network(POLICY, "served").get_input_embeddings().weight.data.fill_(float("nan"))
-    run = replace(ROLLOUT, temperature=temperature).setup(here)
-    with pytest.raises(StageError, match=r"^stage 'rollout': tokens of version 2 have logprobs that are not finite"):
-        collected(run(prompts_of((0,)), Task(stage="rollout", step=0, groups=(0,), version=2)))
+    run = replace(stage, temperature=temperature).setup(here)
+    with pytest.raises(
+        StageError, match=rf"^stage '{stage.name}': tokens of version 2 have logprobs that are not finite"
+    ):
+        collected(run(prompts_of((0,)), Task(stage=stage.name, step=0, groups=(0,), version=2)))
+    for held in here.shared.values():
+        getattr(held, "close", lambda: None)()
 
 
 def batch_columns(groups: tuple[int, ...] = (0, 1, 2, 3), *, kl: bool = False, shared: Any = None) -> Columns:
