@@ -69,7 +69,6 @@ def repeat():
 def refused():
     """Sends what is refused, and then talks."""
     for more in (
-        {"messages": []},
         {"n": 2},
         {"stop": ["a"]},
         {"tool_choice": "required"},
@@ -82,10 +81,13 @@ def refused():
             assert error.code == 400 and next(iter(more)) in error.read().decode()
         else:
             raise AssertionError(more)
-    try:
-        ask([{"role": "user", "content": [{"type": "image_url"}]}])
-    except urllib.error.HTTPError as error:
-        assert error.code == 400
+    for messages in ([], [{"role": "user", "content": [{"type": "image_url"}]}]):
+        try:
+            ask(messages)
+        except urllib.error.HTTPError as error:
+            assert error.code == 400
+        else:
+            raise AssertionError(messages)
     os.environ["OPENAI_API_KEY"] = "other"
     try:
         ask([USER])
