@@ -32,7 +32,7 @@ from pipeline import StageError
 from pipeline.declare.times import ENVIRONMENT, PROCESS, WORKER, SampleTimes
 from pipeline.errors import Problem
 from stages.episode import children
-from stages.episode.environment import Environment, plain_methods
+from stages.episode.environment import METHODS, Environment, plain_methods
 from stages.episode.frames import HEAD, HostAnswer, HostCall, Opening, framed
 from stages.episode.host import NOT_LOADED, READY
 from stages.pickling import pickled
@@ -139,6 +139,8 @@ class EnvironmentProcess:
 
     def _next(self) -> _Waiting | None:
         """Take the next call that may run now. A coroutine overtakes methods that wait for their turn."""
+        if self._runs_one and len(self._processes.one_by_one) == len(METHODS):
+            return None  # without a look at each of thousands
         for waiting in self._queue:
             if not (self._runs_one and waiting.call.method in self._processes.one_by_one):
                 self._queue.remove(waiting)
