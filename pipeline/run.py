@@ -167,7 +167,7 @@ def _parser(*, add_help: bool) -> Parser:
         help="run a failed task again on its saved inputs (RUN/failures/...), or an episode of a run (--episode)",
     )
     parser.add_argument(
-        "--episode", metavar="STEP/GROUP/SAMPLE", help="with --replay RUN: play this kept episode of the run again"
+        "--episode", metavar="NAME", help="with --replay RUN: play this kept episode again, STEP/GROUP/SAMPLE"
     )
     parser.add_argument("--live", action="store_true", help="with --episode: also sample it again")
     what.add_argument("--resume", nargs="?", const="last", metavar="STEP", help="resume from a checkpoint in --run-dir")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -116,7 +115,7 @@ def _said(asked: TurnRequest, answered: Answered) -> tuple[str, list[dict[str, A
 
 
 def _head(asked: TurnRequest, answered: Answered, kind: str) -> dict[str, Any]:
-    return {"id": f"chatcmpl-{answered.number}", "object": kind, "created": int(time.time()), "model": asked.model}
+    return {"id": f"chatcmpl-{answered.number}", "object": kind, "created": 0, "model": asked.model}
 
 
 def _reason(answered: Answered, calls: list[dict[str, Any]]) -> str:
