@@ -29,6 +29,8 @@ NAMED = {  # packages whose metadata has no licence, or one of their own: what t
     "setuptools": "MIT",
     "intel-openmp": "Intel's licence for developer tools: may be used and passed on; torch's CPU build asks it",
     "intel-cmplr-lib-ur": "the same, asked by intel-openmp",
+    "openai-harmony": "Apache-2.0, by its file LICENSE; the extra renderers asks it",
+    "prime-pydantic-config": "Apache-2.0, by its file LICENCE; the extra renderers asks it",
     "nvidia": "NVIDIA's licence for CUDA: may be used; torch's CUDA build asks it",
 }
 UNMET = {  # what `pip check` may report, and why that is right
