@@ -183,12 +183,12 @@ def sleeping() -> dict[str, Any]:
     """Seconds that all turns take which sleep at the same time."""
 
     async def all_of(processes: Processes) -> float:
-        places = [(processes.place(), processes.number()) for _ in range(PROCESSES)]
-        for place, number in places:
-            await place.ask("open", number, 60.0, row={"prompt": "1"}, seed=(0,))
+        places = [processes.place() for _ in range(PROCESSES)]
+        episodes = [(places[n % PROCESSES], processes.number()) for n in range(SLEEPING)]
+        opened = {"row": {"prompt": "1"}, "seed": (0,)}
+        await asyncio.gather(*(place.ask("open", number, 60.0, **opened) for place, number in episodes))
         begun_s = time.monotonic()
-        one_of = [places[n % PROCESSES] for n in range(SLEEPING)]
-        await asyncio.gather(*(place.ask("turn", number, 60.0, reply=Reply("1")) for place, number in one_of))
+        await asyncio.gather(*(place.ask("turn", number, 60.0, reply=Reply("1")) for place, number in episodes))
         return time.monotonic() - begun_s
 
     processes = Processes(Sleeper(), count=PROCESSES, log=None)
