@@ -221,6 +221,8 @@ def main() -> None:
     parser.add_argument("--only", choices=("sleeping",))
     parser.add_argument("--out", help="write JSON here")
     options = parser.parse_args()
+    if options.steps < 5:
+        parser.error("--steps is at least 5: the first two are left out, and drop samples ahead")
     rows: list[dict[str, Any]] = []
     if options.only is None:
         with tempfile.TemporaryDirectory() as folder:
