@@ -9,7 +9,8 @@ import msgspec
 
 from pipeline.declare.abilities import Replays, shown_by
 from pipeline.declare.graph import Graph
-from pipeline.declare.handle import sample_key
+from pipeline.declare.handle import group_of, index_of, sample_key
+from pipeline.declare.held import Closes
 from pipeline.errors import GraphError, Problem
 from pipeline.executors.replay import context_of
 from pipeline.reading import readable
@@ -33,7 +34,7 @@ def replay_episode(graph: Graph, folder: Path, name: str, *, live: bool) -> tupl
                 more, as_before = stage.replayed(sample, context, live=live)
             finally:
                 for held in context.shared.values():
-                    if hasattr(held, "close"):
+                    if isinstance(held, Closes):
                         held.close()
             lines, same = lines + more, same and as_before
     return lines, same
@@ -52,7 +53,7 @@ def _kept(folder: Path, name: str) -> dict[str, Any]:
         rows = [msgspec.json.decode(line) for line in path.read_bytes().splitlines()]
     found = next((row for row in rows if isinstance(row, dict) and row.get("key") == key), None)
     if found is None:
-        kept = ", ".join(f"{step}/{int(row['key'][:8])}/{int(row['key'].partition('_g')[2])}" for row in rows[:4])
+        kept = ", ".join(f"{step}/{group_of(row['key'])}/{index_of(row['key'])}" for row in rows[:4])
         raise GraphError(
             Problem(where=flag, what=f"step {step} has not kept it", why=f"it has {kept} and others", fix=fix)
         )

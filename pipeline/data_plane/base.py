@@ -15,7 +15,7 @@ from pipeline.data_plane.checks import PartitionSchema, broken, check_get, check
 from pipeline.data_plane.rows import Block, assemble, lay_out
 from pipeline.declare.columns import Column, Columns
 from pipeline.declare.fields import Field
-from pipeline.declare.handle import KVBatchMeta
+from pipeline.declare.handle import KVBatchMeta, index_of
 from pipeline.errors import DataPlaneError
 
 RowsOf: TypeAlias = tuple[str, tuple[str, ...]]  # a part, and rows of it
@@ -116,7 +116,7 @@ class RowPlane:
             raise broken(where, f"no lengths of {missing[0]}", "they split a ragged column", "give one length per key")
         layout = lay_out(keys, attempt, own)
         for name, start, stop in zip(layout.names, layout.edges, layout.edges[1:]):
-            indices = [int(key.partition("_g")[2]) for key in keys[start:stop]]
+            indices = [index_of(key) for key in keys[start:stop]]
             if indices != list(range(len(indices))):
                 raise broken(
                     where, f"keys {keys[start]} to {keys[stop - 1]} of row {name}",

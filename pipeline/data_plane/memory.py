@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from pipeline.data_plane import row_name
 from pipeline.data_plane.base import RowPlane, RowsOf, absent, conflict
 from pipeline.data_plane.rows import Block, Value, block_of, same_bytes
+from pipeline.declare.handle import index_of
 
 
 class MemoryPlane(RowPlane):
@@ -103,4 +104,4 @@ class MemoryPlane(RowPlane):
 
 def _holds(held: Mapping[str, Mapping], key: str, field: str, attempt: int, ragged: bool) -> bool:
     value = held.get(row_name(key, attempt), {}).get(field)
-    return value is not None and (ragged or int(key.partition("_g")[2]) < len(value))
+    return value is not None and (ragged or index_of(key) < len(value))

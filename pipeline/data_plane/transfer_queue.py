@@ -44,6 +44,7 @@ from pipeline.data_plane.rows import Block, block_of
 from pipeline.data_plane.signed import KEY_BYTES, sign_messages
 from pipeline.data_plane.uncompiled import uncompiled
 from pipeline.data_plane.wire import TransferQueueWire
+from pipeline.declare.handle import index_of
 from pipeline.errors import DataPlaneError, DataPlaneLost, Problem
 
 CACHE_BYTES = 256 * 2**20
@@ -253,7 +254,7 @@ class TransferQueuePlane(RowPlane):
         present = {}
         for field in fields:
             whole = declared.fields[field].ragged is not None or declared.fields[field].dtype == "str"
-            held = [(counts[field].get(row_name(key, attempt)), int(key.partition("_g")[2])) for key in keys]
+            held = [(counts[field].get(row_name(key, attempt)), index_of(key)) for key in keys]
             present[field] = [count is not None and (whole or index < count) for count, index in held]
         return present
 

@@ -263,3 +263,8 @@ def groups_of(keys: tuple[str, ...]) -> dict[int, int]:
 def group_of(key: str) -> int:
     """Return the admission number in a key."""
     return int(key[:8])
+
+
+def index_of(key: str) -> int:
+    """Return the index of the sample in its group."""
+    return int(key.partition("_g")[2])

@@ -5,8 +5,11 @@ A frame is four bytes with the length of what follows, a message in msgpack.
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import struct
+from collections.abc import AsyncIterator
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -57,6 +60,14 @@ def framed(message: msgspec.Struct) -> bytes:
     """Return a message as a frame."""
     content = msgspec.msgpack.encode(message)
     return HEAD.pack(len(content)) + content
+
+
+async def frames(reader: asyncio.StreamReader, kind: Any) -> AsyncIterator[Any]:
+    """Yield the messages, of this type, that come from the other end, until it closes the connection."""
+    with suppress(asyncio.IncompleteReadError, OSError):
+        while True:
+            (size,) = HEAD.unpack(await reader.readexactly(HEAD.size))
+            yield msgspec.msgpack.decode(await reader.readexactly(size), type=kind)
 
 
 def read_frame(connection: socket.socket) -> bytes | None:

@@ -14,8 +14,6 @@ import asyncio
 import itertools
 import os
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections import deque
@@ -26,14 +24,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import msgspec
-
 from pipeline import StageError
 from pipeline.declare.times import ENVIRONMENT, PROCESS, WORKER, SampleTimes
 from pipeline.errors import Problem
 from stages.episode import children
+from stages.episode.companion import companion, import_path
 from stages.episode.environment import METHODS, Environment, plain_methods
-from stages.episode.frames import HEAD, HostAnswer, HostCall, Opening, framed
+from stages.episode.frames import HostAnswer, HostCall, Opening, framed, frames
 from stages.episode.host import NOT_LOADED, READY
 from stages.pickling import pickled
 
@@ -75,16 +72,9 @@ class EnvironmentProcess:
         self._runs_one = False
         self._writer: asyncio.StreamWriter | None = None
         self._is_ready = False  # deadlines begin then
-        ours, theirs = socket.socketpair()
-        command = [sys.executable, "-m", "stages.episode.host", str(theirs.fileno())]
-        folders = [os.path.abspath(path or ".") for path in sys.path]
         with processes.log(name) as log:
-            self._process = subprocess.Popen(
-                command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                start_new_session=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(folders)},
-            )  # fmt: skip
-        theirs.close()
-        self._opening = framed(Opening(processes.pickled, folders))
+            self._process, ours = companion("stages.episode.host", stdout=log, stderr=log)
+        self._opening = framed(Opening(processes.pickled, import_path()))
         self.serving = processes.run(self._serve(ours))
 
     async def ask(
@@ -158,14 +148,11 @@ class EnvironmentProcess:
 
     async def _serve(self, ours: socket.socket) -> None:
         """Connect, and take answers until the process ends."""
-        ours.setblocking(False)
         reader, self._writer = await asyncio.open_connection(sock=ours)
         self._writer.write(self._opening)
         starting = asyncio.get_running_loop().call_later(START_S, self._check_start)
-        with suppress(asyncio.IncompleteReadError, OSError):
-            while True:
-                (size,) = HEAD.unpack(await reader.readexactly(HEAD.size))
-                self._take(msgspec.msgpack.decode(await reader.readexactly(size), type=HostAnswer))
+        async for answer in frames(reader, HostAnswer):
+            self._take(answer)
         self.kill()
         starting.cancel()
         self._processes.forget(self)

@@ -15,6 +15,7 @@ import torch
 
 from pipeline import StageContext
 from pipeline.declare.columns import Ragged
+from pipeline.declare.handle import group_of, index_of
 from stages.backends import Generation
 from stages.backends.model.text import Tokenizers
 from stages.episode.turns import EpisodeName, NextTurn
@@ -45,7 +46,6 @@ class RecordedTurns:
         self._ends: list[int] = sample[TURN_ENDS.name]
         self._is_closed = is_closed
         self._turn = 0
-        self._prompt: torch.Tensor | None = None
         self.version = max(self._versions)
 
     def enter(self, episode: EpisodeName) -> None:
@@ -90,7 +90,7 @@ def replayed(stage: TurnStage, sample: Mapping[str, Any], context: StageContext)
     except DifferedError as differed:
         return [
             f"its environment: differs before turn {differed.turn + 1}",
-            *_said(json.loads(sample["conversation"])),
+            *_said(json.loads(sample[CONVERSATION.name])),
         ], False
     before = {END.name: sample[END.name], TURN_REWARDS.name: sample[TURN_REWARDS.name]}
     now = {END.name: made.end, TURN_REWARDS.name: [round(reward, 3) for reward in made.turn_rewards]}
@@ -118,8 +118,7 @@ def _played(stage: TurnStage, sample: Mapping[str, Any], context: StageContext, 
 
 
 def _name(sample: Mapping[str, Any]) -> EpisodeName:
-    group, _, member = sample["key"].partition("_g")
-    return EpisodeName(int(group), int(member))
+    return EpisodeName(group_of(sample["key"]), index_of(sample["key"]))
 
 
 def _said(messages: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline import Graph, StageContext
@@ -105,17 +106,11 @@ class Episode(TurnStage):
         """Processes of the environment; those of one worker serve all its stages that have it."""
         from stages.episode.processes import Processes
 
-        key = ("environments", id(self.environment))  # that other stages of the worker may have too
-        if key not in context.shared:
-            log = None if context.run_dir is None else context.run_dir / "logs"
-            context.shared[key] = Processes(
-                self.environment,
-                count=self.environments,
-                log=log,
-                name=f"{self.name}-{context.group.name}-{context.rank}",
-            )
-        made: Places = context.shared[key]
-        return made
+        def made(log: Path | None, name: str) -> Processes:
+            return Processes(self.environment, count=self.environments, log=log, name=name)
+
+        places: Places = self._on_worker(context, ("environments", id(self.environment)), made)
+        return places
 
 
 def _is_missing(environment: Environment, method: str) -> bool:

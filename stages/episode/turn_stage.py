@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import KW_ONLY, dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline import Graph, Model, Output, Stage, StageContext, Task, WorkerGroup
@@ -115,6 +116,13 @@ class TurnStage(Stage, ABC):
     @abstractmethod
     def places(self, context: StageContext) -> Places:
         """What answers the policy, on this worker; its processes start with the first episode."""
+
+    def _on_worker(self, context: StageContext, key: tuple[Any, ...], made: Callable[[Path | None, str], Any]) -> Any:
+        """What `made` makes from the folder and the name of its logs, once per worker for all stages with this key."""
+        if key not in context.shared:
+            log = None if context.run_dir is None else context.run_dir / "logs"
+            context.shared[key] = made(log, f"{self.name}-{context.group.name}-{context.rank}")
+        return context.shared[key]
 
     @property
     def is_chat(self) -> bool:

@@ -13,9 +13,7 @@ import math
 import os
 import re
 import secrets
-import socket
 import subprocess
-import sys
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -24,14 +22,13 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-import msgspec
-
 from pipeline.declare.times import ENVIRONMENT, WORKER, SampleTimes
+from stages.episode.companion import companion
 from stages.episode.endpoint.keeper import EndCommand, EndedCommand, StartCommand
 from stages.episode.endpoint.server import HOST, MODEL, EndpointServer
 from stages.episode.endpoint.session import CommandEnded, NextRequest, Session
 from stages.episode.environment import Reply
-from stages.episode.frames import HEAD, HostAnswer, framed
+from stages.episode.frames import HostAnswer, framed, frames
 from stages.episode.host import is_end
 from stages.episode.processes import EnvironmentFailedError
 
@@ -132,8 +129,7 @@ class Commands:
         self._command, self._variables, self._log, self._name = list(command), dict(variables), log, name
         self._numbers, self._episodes = itertools.count(), itertools.count()
         self._server = EndpointServer()
-        self._ended: dict[int, Session] = {}  # of commands that run
-        self._over: dict[int, asyncio.Event] = {}
+        self._running: dict[int, Session] = {}  # by command
         self._keeper: tuple[subprocess.Popen[bytes], asyncio.StreamWriter] | None = None
         self._serving: asyncio.Task[None] | None = None
         self._starting = asyncio.Lock()
@@ -161,8 +157,7 @@ class Commands:
         """Start a command. What it asks for comes into the session."""
         async with self._starting:
             writer = await self._started()
-        session = self._ended[number] = self._server.sessions[key] = Session()
-        self._over[number] = asyncio.Event()
+        session = self._running[number] = self._server.sessions[key] = Session()
         asked = StartCommand(number, filled(self._command, row), self._environment(key, seed), json.dumps(dict(row)))
         writer.write(framed(asked))
         return session
@@ -170,13 +165,13 @@ class Commands:
     async def finish(self, number: int, key: str, grace_s: float) -> None:
         """End a command, and wait until it has."""
         self._server.sessions.pop(key, None)
-        over = self._over.get(number)
-        if over is None or self._keeper is None:
+        session = self._running.get(number)
+        if session is None or self._keeper is None:
             return
         self._keeper[1].write(framed(EndCommand(number, grace_s)))
         with suppress(TimeoutError):
             async with asyncio.timeout(grace_s + CLOSE_S):
-                await over.wait()
+                await session.has_ended.wait()
 
     def note(self, text: str) -> None:
         """Write to the log of the commands."""
@@ -218,15 +213,7 @@ class Commands:
         if not self._server.port:
             await self._server.start()
         if self._keeper is None:
-            ours, theirs = socket.socketpair()
-            command = [sys.executable, "-m", "stages.episode.endpoint.keeper", str(theirs.fileno())]
-            folders = [os.path.abspath(path or ".") for path in sys.path]
-            process = subprocess.Popen(
-                command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-                start_new_session=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(folders)},
-            )  # fmt: skip
-            theirs.close()
-            ours.setblocking(False)
+            process, ours = companion("stages.episode.endpoint.keeper", stdout=subprocess.DEVNULL, stderr=None)
             reader, writer = await asyncio.open_connection(sock=ours)
             self._keeper = process, writer
             self._serving = asyncio.get_running_loop().create_task(self._serve(reader))
@@ -234,23 +221,19 @@ class Commands:
 
     async def _serve(self, reader: asyncio.StreamReader) -> None:
         """Take what the keeper says until it ends; then all its commands have."""
-        with suppress(asyncio.IncompleteReadError, OSError):
-            while True:
-                (size,) = HEAD.unpack(await reader.readexactly(HEAD.size))
-                ended = msgspec.msgpack.decode(await reader.readexactly(size), type=EndedCommand)
-                self._has_ended(ended.number, CommandEnded(ended.code, ended.printed, ended.errors))
+        async for ended in frames(reader, EndedCommand):
+            self._has_ended(ended.number, CommandEnded(ended.code, ended.printed, ended.errors))
         keeper, self._keeper = self._keeper, None
-        for number in list(self._ended):
+        for number in list(self._running):
             self._has_ended(number, CommandEnded(-9))
         if keeper is not None:
             keeper[1].close()
             keeper[0].poll()
 
     def _has_ended(self, number: int, event: CommandEnded) -> None:
-        if session := self._ended.pop(number, None):
+        if session := self._running.pop(number, None):
             session.events.put_nowait(event)
-        if over := self._over.pop(number, None):
-            over.set()
+            session.has_ended.set()
 
 
 def filled(command: Sequence[str], row: Mapping[str, Any]) -> list[str]:

@@ -20,7 +20,7 @@ from pathlib import Path
 import msgspec
 
 from stages.episode import children
-from stages.episode.frames import HEAD, framed
+from stages.episode.frames import framed, frames
 
 SHOWN = 1 << 16  # last bytes of what a command printed
 NOT_STARTED = 127  # the code of a command that could not be started, as in a shell
@@ -64,14 +64,11 @@ class CommandKeeper:
         connection.setblocking(False)
         reader, self._writer = await asyncio.open_connection(sock=connection)
         asyncio.get_running_loop().add_signal_handler(signal.SIGCHLD, self._reap)
-        with suppress(asyncio.IncompleteReadError, OSError):
-            while True:
-                (size,) = HEAD.unpack(await reader.readexactly(HEAD.size))
-                asked = msgspec.msgpack.decode(await reader.readexactly(size), type=StartCommand | EndCommand)
-                if isinstance(asked, StartCommand):
-                    self._start(asked)
-                else:
-                    self._end(asked)
+        async for asked in frames(reader, StartCommand | EndCommand):
+            if isinstance(asked, StartCommand):
+                self._start(asked)
+            else:
+                self._end(asked)
 
     def _start(self, asked: StartCommand) -> None:
         place = self._folder / str(asked.number)

@@ -84,14 +84,14 @@ def assistant(text: str, calls: list[tuple[str, Any]]) -> Message:
     return made
 
 
-def text_of(content: Any, kinds: tuple[str, ...] = ("text",)) -> str:
+def text_of(content: Any) -> str:
     """The text of a message's content: a text, nothing, or a list of parts. Raises BadRequestError for other parts."""
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):
         raise BadRequestError(f"content is {content!r:.60}; it is a text or a list of parts")
     for part in content:
-        if not isinstance(part, dict) or part.get("type") not in kinds or not isinstance(part.get("text"), str):
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             kind = part.get("type") if isinstance(part, dict) else part
             raise BadRequestError(f"a part of a message is {kind!r:.60}; this endpoint has texts only")
     return "".join(part["text"] for part in content)

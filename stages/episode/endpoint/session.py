@@ -35,8 +35,9 @@ class CommandEnded:
 @dataclass
 class Session:
     """What one client asks for. `events` are what the episode waits for: requests, the word "rewritten", or the end of
-    the command."""
+    the command, which sets `has_ended` too."""
 
+    has_ended: asyncio.Event = field(default_factory=asyncio.Event)
     events: asyncio.Queue[NextRequest | CommandEnded | str] = field(default_factory=asyncio.Queue)
     _said: list[Message] = field(default_factory=list)
     _last: TurnRequest | None = None
@@ -57,10 +58,11 @@ class Session:
             self._last, self._answer = asked, asyncio.get_running_loop().create_future()
             self.events.put_nowait(NextRequest(asked, added))
         assert self._answer is not None
-        await asyncio.wait([self._answer])
-        if self._answer.cancelled():
+        answer = self._answer  # the next request has another
+        await asyncio.wait([answer])
+        if answer.cancelled():
             raise SessionOverError(self._over)
-        return self._answer.result()
+        return answer.result()
 
     def reply(self, reply: Reply) -> None:
         """Answer the last request."""

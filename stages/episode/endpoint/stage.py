@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pipeline import Graph, StageContext
 from pipeline.declare.parameters import Rule, at_least, broken
@@ -87,9 +88,9 @@ class Endpoint(TurnStage):
         from stages.episode.endpoint.commands import Commands
 
         key = ("endpoint", tuple(self.command), tuple(sorted(self.variables.items())))
-        if key not in context.shared:
-            log = None if context.run_dir is None else context.run_dir / "logs"
-            name = f"{self.name}-{context.group.name}-{context.rank}"
-            context.shared[key] = Commands(self.command, variables=self.variables, log=log, name=name)
-        made: Any = context.shared[key]
-        return made
+
+        def made(log: Path | None, name: str) -> Commands:
+            return Commands(self.command, variables=self.variables, log=log, name=name)
+
+        places: Places = self._on_worker(context, key, made)
+        return places
