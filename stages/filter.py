@@ -11,7 +11,7 @@
 
 The stage is a gate. Stages that produce its inputs get every sampled group; all others get only the groups that it
 keeps. A stage that needs a whole batch starts once a whole batch has been kept. The next prompt replaces a dropped
-group at once, so the batch does not depend on which group finishes first.
+group, and a batch is the first groups in order that are kept, so it does not depend on which group finishes first.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ class _StepSums:
         self.weights: dict[str, float] = {}
         self.seconds: dict[str, float] = {}
         self.admitted = 0
+        self.claimed = 0
         self.dropped: Counter[str] = Counter()  # by reason: the gate's name, STALE or CANCELLED
         self.counts: Counter[str] = Counter()  # of the data plane
         self.first_admitted_s: float | None = None
@@ -41,13 +42,17 @@ class Tally:
             numbers.first_admitted_s = at_s
 
     def dropped(self, step: int, groups: Sequence[int], reason: str) -> None:
-        """Count groups dropped from a step. `reason` is the gate's name, STALE or CANCELLED."""
+        """Count groups dropped from a step. `reason` is the gate's name, STALE or CANCELLED. The metrics of groups that
+        the gate dropped count in the step."""
         self._of(step).dropped[reason] += len(groups)
         for group in groups:
-            self._pooled.pop(group, None)
+            for metrics, weight in self._pooled.pop(group, ()):
+                if reason not in (STALE, CANCELLED):
+                    self._add(step, metrics, weight)
 
     def claimed(self, step: int, groups: Sequence[int]) -> None:
         """Assign groups claimed from the pool to a step, with the metrics reported for them so far."""
+        self._of(step).claimed += len(groups)
         for group in groups:
             self._claimed[group] = step
             for metrics, weight in self._pooled.pop(group, ()):
@@ -89,14 +94,16 @@ class Tally:
             numbers.seconds.setdefault("step", now_s - numbers.first_admitted_s)
         metrics |= {f"time/{name}_s": value for name, value in numbers.seconds.items()}
         metrics |= _data(numbers.counts)
-        if self._plan.gate is not None and numbers.admitted:
+        # What is in the pool was admitted for any of the next steps.
+        admitted = numbers.claimed + numbers.dropped.total() if self._plan.pool else numbers.admitted
+        if self._plan.gate is not None and admitted:
             name = self._plan.gate.stage
             metrics |= {
-                f"{name}/admitted": float(numbers.admitted),
+                f"{name}/admitted": float(admitted),
                 f"{name}/dropped": float(numbers.dropped[name]),
-                f"{name}/acceptance": 1 - numbers.dropped[name] / numbers.admitted,
+                f"{name}/acceptance": 1 - numbers.dropped[name] / admitted,
             }
-        if self._plan.pool:
+        if self._plan.pool and self._plan.on_stale == "drop":
             metrics |= {f"dropped/{reason}": float(numbers.dropped[reason]) for reason in (STALE, CANCELLED)}
         return dict(sorted(metrics.items()))
 

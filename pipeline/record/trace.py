@@ -59,7 +59,7 @@ class Turned(msgspec.Struct, tag="turned", frozen=True, kw_only=True, gc=False):
 
 
 class Admitted(msgspec.Struct, tag="admitted", frozen=True, kw_only=True, gc=False):
-    """Groups were admitted. `step` is their batch, or, with on_stale="drop", the batch being filled."""
+    """Groups were admitted. `step` is their batch, or, of a plan with a pool, the batch being filled."""
 
     step: int
     groups: tuple[int, ...]

@@ -24,7 +24,7 @@ class Step:
         self.decided = decided  # the gate has kept a whole batch: no group will be added
         self.groups: list[int] = []  # admitted so far, ascending
         self.dropped: dict[int, str] = {}  # group -> why
-        self.refused: list[str] = []  # why the gate dropped groups of this batch
+        self.refused: dict[int, str] = {}  # groups of this batch that the gate dropped -> why
         self.kept = 0  # groups that the gate has kept
         self.placed = 0  # length of the decided prefix of `groups`
         self.readers: dict[str, Reader] = {}

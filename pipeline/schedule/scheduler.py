@@ -16,15 +16,18 @@ Batches. With on_stale="wait" they are fixed at admission: batch n has fixed adm
 published version is at least n - ahead. With "drop" groups belong to no step until they are claimed: the first ones
 ready form the next batch, those too old for it are dropped, and others are admitted in their place.
 
-With a gate, dropped groups are replaced by others of the same step: at once if rollout may run ahead, otherwise after
-every sampled group is decided, so that decode batches never depend on the order of arrival. Admission numbers have no
-gaps, so a step has the smallest number of groups that yields a full batch.
+With a gate, a batch is the first groups that it keeps, in the order of admission numbers, which have no gaps: a step
+has the smallest number of groups that yields a full batch, whatever finishes first. If rollout runs ahead, groups
+belong to no step until they are claimed, and each that is dropped is replaced at once, by the next number. Otherwise
+replacements are admitted when every sampled group is decided, so that they are decoded together, and the next batch
+after that.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, KeysView, Sequence
+from collections.abc import Collection, Iterable, KeysView, Mapping, Sequence
+from itertools import islice
 
 from pipeline.declare.task import Task
 from pipeline.errors import Problem
@@ -87,7 +90,8 @@ class Scheduler:
         self._next_batch = start  # the first batch not yet admitted; with a pool, not yet claimed
         self._pending = deque(pending)
         self._next_group = start * plan.batch if next_group is None else next_group
-        self._claimable: deque[int] = deque()  # ready groups of the pool, in the order in which they became ready
+        self._claimable: dict[int, None] = {}  # ready groups of the pool, in the order in which they became ready
+        self._drops = plan.on_stale == "drop"
         self._starved = False  # whether capacity limited the last admission
         self._steps_done = start
         self._settled = self._saved = start - 1  # the last step that can be saved, and was saved
@@ -322,14 +326,15 @@ class Scheduler:
             for reader in step.readers.values()
         )
 
-    # The claim, with on_stale="drop".
+    # The claim.
 
     def _claim(self, pool: Step, decisions: list[Decision]) -> None:
         """Claim batches while enough groups are ready; drop groups that are too old."""
         self._let_go(pool, decisions)
-        while self._next_batch < self.plan.steps and len(self._claimable) >= self.plan.batch and not self._stopping:
+        while groups := self._claimed(pool):
             number = self._next_batch
-            groups = tuple(sorted(self._claimable.popleft() for _ in range(self.plan.batch)))
+            for group in groups:
+                del self._claimable[group]
             step = Step(number)
             for stage in self._stages.values():
                 if stage.name not in pool.readers and stage.runs_at(number, self.plan.steps):
@@ -338,14 +343,30 @@ class Scheduler:
             decisions.append(Claim(number, groups))
             self._next_batch = pool.number = number + 1
             self._clear(number, freed, decisions)
-            pool.refused.clear()
+            later = {group: reason for group, reason in pool.refused.items() if group > groups[-1]}
+            pool.refused = {} if self._drops else later
             for reader in pool.readers.values():
                 reader.step = pool.number
             self._let_go(pool, decisions)
+            if self._gives_up(pool, decisions):
+                return
         self._admit(decisions)
+
+    def _claimed(self, pool: Step) -> tuple[int, ...]:
+        """Return the groups of the next batch: the first that are ready, or, if none may be dropped for its age, those
+        that were admitted first. None until as many are ready."""
+        batch = self.plan.batch
+        if self._next_batch >= self.plan.steps or len(self._claimable) < batch or self._stopping:
+            return ()
+        if self._drops:
+            return tuple(sorted(islice(self._claimable, batch)))
+        first = pool.groups[:batch]
+        return tuple(first) if all(group in self._claimable for group in first) else ()
 
     def _let_go(self, pool: Step, decisions: list[Decision]) -> None:
         """Drop ready groups, and cancel groups being sampled, that are too old for the next batch."""
+        if not self._drops:
+            return
         bound, oldest = self.plan.max_staleness, self._board.oldest
         old = [
             group
@@ -355,7 +376,7 @@ class Scheduler:
         if not old:
             return
         gone = set(old)
-        self._claimable = deque(group for group in self._claimable if group not in gone)
+        self._claimable = {group: None for group in self._claimable if group not in gone}
         cancels = [
             Cancel(running.task, groups)
             for running in self._grants.streams()
@@ -443,17 +464,37 @@ class Scheduler:
         if step is None:
             return
         for group in fresh:
-            step.refused.append(event.reasons[group])
+            step.refused[group] = event.reasons[group]
             self._clear(step.number, self._board.leave(step, (group,), event.reasons[group]), decisions)
-        if faults := self._too_many_faults(step):
-            decisions.append(GiveUp(self.plan.gate.stage, step.number, self._faulty(step, faults, fresh)))
-        elif len(step.refused) + self.plan.batch > self.plan.gate.max_groups:
-            decisions.append(GiveUp(self.plan.gate.stage, step.number, self._exhausted(step)))
-        elif step is self._board.pool:
-            self._admit(decisions)
+        if self._gives_up(step, decisions):
+            return
+        if step is self._board.pool:
+            self._claim(step, decisions)
         else:
             self._board.place(step)
             self._refill(step, decisions)
+
+    def _gives_up(self, step: Step, decisions: list[Decision]) -> bool:
+        """End the run if the gate has dropped more groups of a batch than it may."""
+        if self.plan.gate is None:
+            return False
+        refused = self._refused(step)
+        if faults := self._too_many_faults(refused):
+            problem = self._faulty(step.number, faults, len(refused))
+        elif len(refused) + self.plan.batch > self.plan.gate.max_groups:
+            problem = self._exhausted(step, refused)
+        else:
+            return False
+        decisions.append(GiveUp(self.plan.gate.stage, step.number, problem))
+        return True
+
+    def _refused(self, step: Step) -> dict[int, str]:
+        """Return why the gate dropped groups of a batch. Of the pool, those before the last group that the next batch
+        can have."""
+        if step is self._board.pool and not self._drops and len(step.groups) >= self.plan.batch:
+            last = step.groups[self.plan.batch - 1]
+            return {group: reason for group, reason in step.refused.items() if group < last}
+        return step.refused
 
     def _refill(self, step: Step, decisions: list[Decision]) -> None:
         """Admit replacements for groups that the gate dropped."""
@@ -466,33 +507,35 @@ class Scheduler:
         if lacking > 0:
             self._add(step, lacking, decisions)
 
-    def _too_many_faults(self, step: Step) -> list[str]:
-        """The reasons that are failures, if the gate allows fewer. With any share it allows one."""
+    def _too_many_faults(self, refused: Mapping[int, str]) -> dict[int, str]:
+        """The groups and reasons that are failures, if the gate allows fewer. With any share it allows one."""
         assert self.plan.gate is not None
         gate = self.plan.gate
-        faults = [reason for reason in step.refused if gate.fault and reason.startswith(gate.fault)]
-        allowed = max(1.0, gate.most_faults * (self.plan.batch + len(step.refused))) if gate.most_faults else 0.0
-        return faults if len(faults) > allowed else []
+        faults = {group: reason for group, reason in refused.items() if gate.fault and reason.startswith(gate.fault)}
+        allowed = max(1.0, gate.most_faults * (self.plan.batch + len(refused))) if gate.most_faults else 0.0
+        return faults if len(faults) > allowed else {}
 
-    def _faulty(self, step: Step, faults: Sequence[str], last: Sequence[int]) -> Problem:
+    def _faulty(self, step: int, faults: Mapping[int, str], refused: int) -> Problem:
         assert self.plan.gate is not None
-        gate, sampled = self.plan.gate, self.plan.batch + len(step.refused)
+        gate, sampled = self.plan.gate, self.plan.batch + refused
         return Problem(
             where=self._stages[gate.stage].where,
             what=f"stage {gate.stage!r} dropped {len(faults)} of the {sampled} groups sampled "
-            f"for step {step.number + 1} since something failed: {_counted(faults)}; the last one is group {last[-1]}",
+            f"for step {step + 1} since something failed: {_counted(faults.values())}; the last one is group "
+            f"{next(reversed(faults))}",
             why=f"at most {gate.most_faults:.0%} of a step may fail, so that a run does not go on with what is left",
             fix="correct what failed, whose output is in logs/ of the run, or allow more",
         )
 
-    def _exhausted(self, step: Step) -> Problem:
+    def _exhausted(self, step: Step, refused: Mapping[int, str]) -> Problem:
         assert self.plan.gate is not None
         gate, batch = self.plan.gate, self.plan.batch
-        sampled = len(step.groups) + (len(step.refused) if step is self._board.pool else 0)
+        pooled = step is self._board.pool
+        sampled = min(len(step.groups), batch) + len(refused) if pooled else len(step.groups)
         return Problem(
             where=self._stages[gate.stage].where,
-            what=f"stage {gate.stage!r} dropped {len(step.refused)} of {sampled} groups at step {step.number + 1} "
-            f"and the batch of {batch} is not full: {_counted(step.refused)}",
+            what=f"stage {gate.stage!r} dropped {len(refused)} of {sampled} groups at step {step.number + 1} "
+            f"and the batch of {batch} is not full: {_counted(refused.values())}",
             why=f"max_rounds={gate.max_groups // batch} allows {gate.max_groups} groups per step, so that a model that "
             "learns nothing from its prompts does not sample forever",
             fix="use prompts that the model solves only sometimes, more samples per prompt, or a larger max_rounds",
@@ -507,7 +550,7 @@ class Scheduler:
         reader.done += len(groups) if task.groups else 1
         self._clear(task.step, self._board.release(groups, task.stage), decisions)
         if reader.total is None:
-            self._claimable += self._board.acknowledge(groups)
+            self._claimable |= dict.fromkeys(self._board.acknowledge(groups))
             if self._board.pool and len(self._claimable) >= self.plan.batch:
                 self._claim(self._board.pool, decisions)
         self._settle(reader, task.step, decisions)
@@ -612,7 +655,7 @@ class Scheduler:
         return True
 
 
-def _counted(reasons: Sequence[str]) -> str:
+def _counted(reasons: Collection[str]) -> str:
     """The three most common reasons with their numbers, and the number of others."""
     common = Counter(reasons).most_common(3)
     others = len(reasons) - sum(count for _, count in common)

@@ -123,7 +123,7 @@ class Ledger:
         group = self.groups[number]
         if group.dropped is not None:
             return all(stage == group.dropped_by for stage in group.working)
-        step = group.claimed if self.planned.drops else group.step
+        step = group.claimed if self.planned.pooled else group.step
         return step is not None and group.acknowledged >= self.planned.holders(step)
 
     def lets_go(self, number: int, holders: set[str]) -> bool:
@@ -131,7 +131,7 @@ class Ledger:
         group = self.groups[number]
         if group.dropped is not None:
             return all(stage == group.dropped_by for stage in group.working.keys() & holders)
-        step = group.claimed if self.planned.drops else group.step
+        step = group.claimed if self.planned.pooled else group.step
         if step is None:
             return holders <= self.planned.pool and group.acknowledged >= holders
         return group.acknowledged >= holders & self.planned.holders(step)
@@ -144,7 +144,7 @@ class Ledger:
         if claimed is None:
             return False
         seen = claimed
-        if self.planned.is_before_gate(stage) and not self.planned.drops:
+        if self.planned.is_before_gate(stage) and not self.planned.pooled:
             seen = self.admitted[step]
         groups = [self.groups[number] for number in seen if number in self.groups]
         return all(stage in g.acknowledged or (g.dropped is not None and stage not in g.working) for g in groups)

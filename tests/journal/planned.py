@@ -17,7 +17,8 @@ class Planned:
         self.steps = steps
         self.batch, self.group_size, self.capacity = plan["batch"], plan["group_size"], plan["capacity"]
         self.max_staleness, self.ahead = plan["max_staleness"], plan["ahead"]
-        self.drops, self.drains = bool(plan["pool"]), plan["refit"] == "drain"
+        self.pooled, self.drains = bool(plan["pool"]), plan["refit"] == "drain"
+        self.drops = self.pooled and plan["on_stale"] == "drop"
         self.checkpoint_every = plan["checkpoint_every"]
         self.pool = set(plan["pool"])
         self.gate: dict[str, Any] | None = plan["gate"]

@@ -36,9 +36,9 @@ def room(ledger: Ledger, line: Line) -> Found:
     held = len(ledger.held) + fresh
     if held > planned.capacity:
         yield "I3", f"{held} groups are held, {fresh} of them new, and the capacity is {planned.capacity}"
-    if planned.drops and line["step"] != ledger.next_claim:
+    if planned.pooled and line["step"] != ledger.next_claim:
         yield "I2", f"groups were admitted for step {line['step'] + 1}, the next batch is {ledger.next_claim + 1}"
-    if planned.drops:
+    if planned.pooled:
         bound = (planned.ahead + line["version"] + 1) * planned.batch
         waiting = sum(_qualifies(ledger, number) for number in ledger.groups)
         asked = ledger.next_claim * planned.batch + waiting + fresh
@@ -72,7 +72,13 @@ def batch(ledger: Ledger, line: Line) -> Found:
             yield "I2", f"group {number} was claimed and had been dropped ({group.dropped})"
         elif group.claimed is not None:
             yield "I2", f"group {number} was claimed twice, for steps {group.claimed + 1} and {step + 1}"
-    if not planned.drops:
+    if planned.pooled and not planned.drops and groups:
+        passed = [
+            n for n, one in ledger.groups.items() if n < groups[-1] and one.claimed is None and one.dropped is None
+        ]
+        if left := sorted(set(passed) - set(groups)):
+            yield "I2", f"the batch of step {step + 1} is {groups}, and {named(left)} were admitted before its last one"
+    if not planned.pooled:
         kept = [n for n in ledger.admitted[step] if n in ledger.groups and ledger.groups[n].dropped is None]
         if kept != groups and set(groups) <= ledger.groups.keys():
             yield "I2", f"the batch of step {step + 1} is {groups}, and {kept} were admitted for it and kept"
@@ -86,7 +92,7 @@ def ready_and_fresh(ledger: Ledger, line: Line) -> Found:
         group = ledger.groups.get(number)
         if group is None:
             continue
-        if planned.drops and not group.acknowledged >= planned.pool:
+        if planned.pooled and not group.acknowledged >= planned.pool:
             missing = ", ".join(sorted(planned.pool - group.acknowledged))
             yield "I7", f"group {number} was claimed and {missing} had not acknowledged it"
         bound = line["step"] - planned.max_staleness
@@ -166,7 +172,7 @@ def nobody_needs_them(ledger: Ledger, line: Line) -> Found:
         elif group.cleared:
             yield "I7", f"group {number} was cleared twice"
         elif line["last"] and not ledger.released(number):
-            step = group.claimed if ledger.planned.drops else group.step
+            step = group.claimed if ledger.planned.pooled else group.step
             left = ledger.planned.holders(step) - group.acknowledged if step is not None else set()
             waiting = ", ".join(sorted(left | group.working.keys())) or "its claim"
             yield "I7", f"group {number} was cleared before {waiting}"

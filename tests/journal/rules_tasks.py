@@ -63,7 +63,7 @@ def groups_are_there(ledger: Ledger, line: Line) -> Found:
         missing = planned.waits(stage) - group.present.keys()
         if missing and not group.cleared:
             yield "I7", f"{stage} was handed group {number} before {', '.join(sorted(missing))} had landed"
-        home = group.step if not planned.drops else group.claimed
+        home = group.step if not planned.pooled else group.claimed
         if stage not in planned.pool and home != step:
             yield "I2", f"{stage} at step {step + 1} was handed group {number}, which is not of that step"
         if stage in planned.trainers and group.claimed is None and home == step:

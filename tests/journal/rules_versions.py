@@ -59,7 +59,7 @@ def started_with(ledger: Ledger, line: Line) -> Found:
             yield "I4", f"task {line['task']} started with version {version}, which its replica does not have"
         if ledger.reached < ledger.start:
             yield "I4", f"{stage} started before any weights were published"
-        least = ledger.start if planned.drops else max(ledger.start, line["step"] - planned.ahead)
+        least = ledger.start if planned.pooled else max(ledger.start, line["step"] - planned.ahead)
         if version < least:
             yield "I1", f"{stage} of step {line['step'] + 1} started with version {version}; it waits for {least}"
 

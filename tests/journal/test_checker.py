@@ -106,6 +106,15 @@ def test_a_fault_is_found_under_its_invariant_only(name, seed, tmp_path):
     assert {violation.invariant for violation in violations} == {fault.invariant}, [*map(str, violations)]
 
 
+def test_a_batch_that_passes_over_a_group_is_found_where_none_may_be_too_old(tmp_path):
+    run = MadeUp(SETUPS["gate, drop"], 0)
+    run.segment()
+    folder = run.write(tmp_path)
+    plan = folder / "plan.json"
+    plan.write_text(plan.read_text().replace('"on_stale": "drop"', '"on_stale": "wait"'))
+    assert any("were admitted before its last one" in str(violation) for violation in check(folder))
+
+
 def test_every_invariant_has_a_fault():
     assert {fault.invariant for fault in FAULTS.values()} == {f"I{number}" for number in range(1, 11)}
 

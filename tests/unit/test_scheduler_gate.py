@@ -53,24 +53,26 @@ def world_of(described, drop, **options):
 
 def check_end(world, drop, first=0):
     """Check that steps train the first kept groups and sample no others, or that the gate gave up at its limit."""
-    limit, batch = world.plan.gate.max_groups, world.plan.batch
+    limit, batch, pool = world.plan.gate.max_groups, world.plan.batch, world.plan.pool
     expected = batches(drop, batch, world.plan.steps - world.start, first, limit)
     admitted = {step: [g for g, at in world.admitted.items() if at == step] for step in world.admitted.values()}
     if len(expected[-1][0]) > limit:
         assert world.gave_up is not None
         assert world.gave_up.step == world.start + len(expected) - 1
-        assert len(world.admitted) <= sum(len(groups) for groups, _ in expected[:-1]) + limit
+        if not pool:
+            assert len(world.admitted) <= sum(len(groups) for groups, _ in expected[:-1]) + limit
         return
     assert world.gave_up is None
     world.check_end()
     for step, (sampled, kept) in enumerate(expected, start=world.start):
-        assert admitted[step] == sampled and list(world.batches[step]) == kept
-        if step in world.saves:
+        assert list(world.batches[step]) == kept and (pool or admitted[step] == sampled)
+        if step in world.saves and not pool:
             assert world.saves[step].next_group == sampled[-1] + 1 and not world.saves[step].pending
         for name in world.holding:
             if world.runs_at(name, step):
                 had = sorted(group for stage, group in world.acked if stage == name and group in sampled)
                 assert had == (sampled if name in world.before_gate else kept), name
+    assert set(world.admitted) == {group for sampled, _ in expected for group in sampled}, "and no more"
 
 
 @st.composite
@@ -142,9 +144,8 @@ def test_a_resumed_run_goes_on_with_the_next_number(pattern, rng, staleness):
     described = graph(gate(max_rounds=100), batch=2, schedule=schedule, **changes)
     whole = world_of(described, drop).run(rng.randrange)
     check_end(whole, drop)
-    first = whole.saves[1].next_group
-    resumed = world_of(described, drop, start=2, next_group=first).run(rng.randrange)
-    check_end(resumed, drop, first)
+    left = {"next_group": whole.saves[1].next_group, "pending": whole.saves[1].pending}
+    resumed = world_of(described, drop, start=2, **left).run(rng.randrange)
     assert resumed.batches == {step: groups for step, groups in whole.batches.items() if step >= 2}
     assert resumed.saves[3] == whole.saves[3]
 
@@ -218,7 +219,23 @@ def test_what_is_dropped_is_replaced_at_once_where_rollout_may_run_ahead():
     schedule = {"max_staleness": 1}
     world = world_of(graph(batch=3, schedule=schedule, train={"corrects_off_policy": True}), [True] + [False] * 20)
     world.land(scored(world), [0])
-    assert admits(world) == [Admit(0, (3,))]
+    assert admits(world) == [Admit(0, (3, 4, 5)), Admit(0, (6,))]
+
+
+def test_the_next_batch_is_sampled_while_this_one_is_being_decided():
+    """With what a gate drops: the first groups that are kept are the batch, whichever is kept first."""
+    schedule = {"max_staleness": 1}
+    world = world_of(graph(batch=2, schedule=schedule, train={"corrects_off_policy": True}), [True] + [False] * 20)
+    for stage in ("refit", "evaluate", "prompts", "rollout", "reward"):
+        while any(job.task.stage == stage for job in world.jobs.values()):
+            world.finish(world.job(stage))
+    job = world.job("gate")
+    world.land(job, [2, 3])
+    world.acknowledge(job, [2, 3])
+    assert not world.batches, "groups 0 and 1 come first"
+    world.finish(job)
+    assert world.batches == {0: (1, 2)} and admits(world)[-1] == Admit(0, (4,))
+    world.run(lambda count: 0).check_end()
 
 
 def test_the_next_step_is_admitted_when_the_batch_is_kept():
@@ -288,16 +305,18 @@ def test_a_dropped_group_that_waits_for_its_next_attempt_is_not_missed():
     train = {"reads": (LOGPROBS, late), "corrects_off_policy": True}
     described = graph(early, later, gate(REWARD, slow), batch=2, schedule={"max_staleness": 1}, train=train)
     world = world_of(described, [False, False, False, True] + [False] * 20)
-    for stage in ("refit", "evaluate", "prompts", "rollout", "early", "reward", "gate", "prompts", "rollout"):
-        world.finish(world.job(stage))
-    job = world.job("early", 1)
+    for stage in ("refit", "evaluate", "prompts", "samples", "rollout", "samples", "reward"):
+        while world.running(stage):
+            world.finish(world.job(stage))
+    world.finish(world.job("early"))
+    job = world.job("early")
     world.land(job, [2, 3])
-    while not world.running("gate"):
-        world.finish(next(job for job in world.jobs.values() if job.task.stage in ("samples", "reward")))
+    world.finish(world.job("gate"))
+    decides = world.job("gate")
     world.finish(world.job("logprobs", 0))
     world.fail(job)
     assert world.running("early", "later") == [("later", 0, (0, 1))], "the earlier step has the worker"
-    world.finish(world.job("gate", 1))
+    world.finish(decides)
     world.finish(world.job("later"))
     again = world.job("early").task
     assert (again.groups, again.attempt) == ((2,), 1)

@@ -153,8 +153,9 @@ class World:
         for group in groups:
             assert group not in self.step_of and group not in self.dropped and group in self.admitted
         if self.plan.pool:
-            assert list(groups) == sorted(self.ready[: self.plan.batch]), "ready first"
-            del self.ready[: self.plan.batch]
+            first = self.ready if self.plan.on_stale == "drop" else self.pooled
+            assert list(groups) == sorted(first[: self.plan.batch]), "ready first, or in order"
+            self.ready = [group for group in self.ready if group not in groups]
             assert all((name, group) in self.acked for name in self.plan.pool for group in groups)
             assert all(self.age[group] >= step - self.plan.max_staleness for group in groups if group in self.age)
         else:
@@ -165,11 +166,16 @@ class World:
         self.step_of |= dict.fromkeys(groups, step)
 
     @property
+    def pooled(self):
+        """Return the groups of the pool, in the order of their numbers."""
+        return sorted(set(self.admitted) - set(self.step_of) - set(self.dropped))
+
+    @property
     def next_batch(self):
         return self.start + len(self.batches)
 
     def take_drop(self, decision: Drop):
-        assert self.plan.pool and decision.groups and decision.step == self.next_batch
+        assert self.plan.on_stale == "drop" and decision.groups and decision.step == self.next_batch
         for group in decision.groups:
             assert group not in self.dropped and group not in self.step_of and group not in self.cleared
             assert self.age[group] < decision.step - self.plan.max_staleness, "young enough"
@@ -391,7 +397,9 @@ class World:
             for group, age in self.age.items():
                 assert group in self.dropped or group in self.step_of or age >= too_old, "not let go"
             claims = self.next_batch < self.plan.steps and not self.stopping
-            assert len(self.ready) < self.plan.batch or not claims, "not claimed"
+            first = self.pooled[: self.plan.batch]
+            whole = set(first) <= set(self.ready) or self.plan.on_stale == "drop"
+            assert len(self.ready) < self.plan.batch or not whole or not claims, "not claimed"
 
     def check_freed(self, event, decisions):
         """Check that what nobody holds any more is cleared in the transaction that makes it so."""
@@ -445,12 +453,12 @@ class World:
             events.append(Landed(task.step, tuple(kept), fields, oldest=oldest, task=task.number))
         fresh = [group for group in groups if group not in kept]
         if fresh:
-            for group in fresh:
-                if group not in self.dropped and (KEPT, group) not in self.landed:
-                    self.lose(group, "equal")
             events.append(GroupsDropped(task.step, dict.fromkeys(fresh, "equal"), task=task.number))
         job.landed |= set(groups)
         for event in events:
+            for group in event.reasons if isinstance(event, GroupsDropped) else ():
+                if group not in self.dropped and (KEPT, group) not in self.landed:
+                    self.lose(group, "equal")
             self.tell(event)
 
     def is_gate(self, stage):
