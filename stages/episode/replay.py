@@ -103,9 +103,7 @@ def replayed(stage: TurnStage, sample: Mapping[str, Any], context: StageContext)
 
 def live(stage: TurnStage, sample: Mapping[str, Any], context: StageContext) -> list[str]:
     """Sample the episode again, with the model as it is before training. Returns what was said."""
-    from stages.rollout import opened_sampler
-
-    made = stage.played(opened_sampler(stage.model, context), context, [sample], names=[_name(sample)], greedy=False)[0]
+    made = stage.played(stage.opened(context), context, [sample], names=[_name(sample)], greedy=False)[0]
     return [f"with the model before training: {made.end!r} after {len(made.turn_ends)} turns", *_said(made.messages)]
 
 

@@ -12,18 +12,18 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import KW_ONLY, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline import Graph, Model, Output, Stage, StageContext, Task, WorkerGroup
+from pipeline import Graph, Output, Stage, StageContext, Task
 from pipeline.declare.columns import Columns, plain_values
 from pipeline.declare.parameters import Rule, at_least, broken, number
 from pipeline.errors import Problem, shown
-from stages.backends import engine
 from stages.episode.environment import Deadlines, Tool
 from stages.model_shape import length_problems
 from stages.reward import Reward
-from stages.rollout import SAMPLING_RULES, check_event, opened_sampler, sampling_of, sampling_problems
+from stages.sampling_stage import SAMPLING_RULES, SamplingStage
 from stages.scoring import fields_of, name_of, where_of
 from stages.vocabulary import (
     CONVERSATION,
@@ -32,7 +32,6 @@ from stages.vocabulary import (
     RESPONSE,
     RESPONSE_IDS,
     ROLLOUT_LOGPROBS,
-    SERVED_WEIGHTS,
     TOKEN_VERSIONS,
     TRUNCATED,
     TURN_ENDS,
@@ -67,7 +66,7 @@ _DEADLINES = tuple(
 
 
 @dataclass(frozen=True)
-class TurnStage(Stage, ABC):
+class TurnStage(SamplingStage, ABC):
     """Base of `Episode` and `Endpoint`, which say what answers the policy: `places`, and what it `asks` of a row.
 
     turns         the most turns of the policy; an episode that has had them ends with `end="turns"`
@@ -78,34 +77,22 @@ class TurnStage(Stage, ABC):
     renderer      of a chat: what writes it in the place of the chat template, by a model's family, such as "qwen3"
     """
 
-    model: Model
     _: KW_ONLY
-    on: WorkerGroup | None = None
-    samples_per_prompt: int = 8
     turns: int = 8
     tokens: int = 4096
     turn_tokens: int = 512
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    stop: tuple[str, ...] = ()
     deadlines: Deadlines = field(default_factory=Deadlines)
     retries: int = 2
     renderer: str | None = None
 
-    shape = "stream"
     writes = (
         PROMPT_IDS, RESPONSE, RESPONSE_IDS, ROLLOUT_LOGPROBS, TOKEN_VERSIONS, TRUNCATED, TURN_ENDS, TURN_REWARDS,
         CONVERSATION, END,
     )  # fmt: skip
-    reads_back = (SERVED_WEIGHTS,)
-    stamps = TOKEN_VERSIONS
-    per = "group"
     shows = (RESPONSE_IDS, ROLLOUT_LOGPROBS, TOKEN_VERSIONS, TURN_ENDS, TURN_REWARDS)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "group_size", self.samples_per_prompt)
+        super().__post_init__()
         object.__setattr__(self, "reads", tuple(made for name in self.asks if (made := field_named(name))))
 
     @property
@@ -149,15 +136,10 @@ class TurnStage(Stage, ABC):
         """The most response tokens and turns per sample."""
         return {str(RESPONSE_IDS.ragged): self.tokens, str(TURN_ENDS.ragged): self.turns}
 
-    @property
-    def uses(self) -> tuple[Model, ...]:
-        """The served policy."""
-        return (self.model,)
-
     def check(self, graph: Graph) -> Iterable[Problem]:
         """Check the backend, the model and the parameters."""
         where, says = str(self.location), f"stage {self.name!r}"
-        yield from sampling_problems(self, graph, _RULES)
+        yield from self.sampling_problems(graph, _RULES)
         if isinstance(self.deadlines, Deadlines):
             yield from broken(_DEADLINES, self.deadlines, where=where, says=f"{says} has deadlines with {{}}")
         else:
@@ -212,7 +194,7 @@ class TurnStage(Stage, ABC):
 
     def setup(self, context: StageContext) -> Callable[[Columns, Task], AsyncGenerator[Output, None]]:
         """Open the backend and its served copy of the model, as Rollout does. Processes start with the first task."""
-        backend = opened_sampler(self.model, context)
+        backend = self.opened(context)
 
         async def run(columns: Columns, task: Task) -> AsyncGenerator[Output, None]:
             async with aclosing(self._run(backend, columns, task, context)) as outputs:
@@ -220,10 +202,6 @@ class TurnStage(Stage, ABC):
                     yield output
 
         return run
-
-    def vocabulary(self, context: StageContext) -> Any:
-        """The bytes of each token of the model's tokenizer, by id."""
-        return engine(context).pieces(self.model)
 
     def played(
         self,
@@ -253,13 +231,11 @@ class TurnStage(Stage, ABC):
         from stages.episode.turns import TurnSampler
 
         return TurnSampler(
-            backend,
-            self.model,
-            replace(sampling_of(self, self.turn_tokens), greedy=greedy),
+            partial(self.drawn, backend),
+            replace(self.sampling(self.turn_tokens), greedy=greedy),
             seed=context.seed,
             version=version,
             joins=_joins(context),
-            check=lambda event: check_event(event, backend.served_version(self.model, version), self.name),
             unwanted=lambda group: group in context.cancelled,
         )
 

@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
 from pipeline.declare.columns import Ragged
-from pipeline.declare.group import Model
 from pipeline.declare.times import GENERATE, QUEUE, WORKER, SampleTimes
 from stages.backends import Cancelled, Decoded, Draws, Generation, Sampling, part
 
@@ -51,24 +49,21 @@ class _AskedTurn:
 
 
 class TurnSampler:
-    """Samples turns of the `open` episodes. `check` gets every event of the backend's stream; `unwanted` says whether
-    a group was cancelled."""
+    """Samples turns of the `open` episodes. `draw` is `SamplingStage.drawn` of a backend; `unwanted` says whether a
+    group was cancelled."""
 
     def __init__(
         self,
-        backend: Any,
-        model: Model,
+        draw: Callable[..., AsyncGenerator[Decoded | Cancelled, None]],
         sampling: Sampling,
         *,
         seed: int,
         version: int,
         joins: bool,
-        check: Callable[[object], None],
         unwanted: Callable[[int], bool],
     ) -> None:
-        self._backend, self._model, self._sampling = backend, model, sampling
+        self._draw, self._sampling, self._unwanted = draw, sampling, unwanted
         self._seed, self.version, self._joins = seed, version, joins
-        self._check, self._unwanted = check, unwanted
         self._open: set[EpisodeName] = set()
         self._asked: dict[EpisodeName, _AskedTurn] = {}
         self._waves: set[asyncio.Task[None]] = set()
@@ -144,8 +139,7 @@ class TurnSampler:
     ) -> None:
         limits = tuple(turn.most for turn in turns)
         places = tuple(turn.place for turn in turns)
-        stream = self._backend.stream(
-            self._model,
+        stream = self._draw(
             Ragged.of([turn.ids for turn in turns]),
             replace(self._sampling, limits=limits),
             Draws(self._seed, tuple(name.group for name in names), tuple(name.sample for name in names), places),
@@ -155,13 +149,12 @@ class TurnSampler:
         )
         async with aclosing(stream):
             async for event in stream:
-                self._check(event)
                 if isinstance(event, Cancelled):
                     for position, tokens in event.tokens.items():
                         self._given_up[names[position]] = tokens
                         self._running.pop(futures[position], None)
                         futures[position].cancel()
-                elif isinstance(event, Decoded):
+                else:
                     for row, position in enumerate(event.groups):
                         self._running.pop(futures[position], None)
                         if futures[position].done():

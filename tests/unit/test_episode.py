@@ -256,23 +256,22 @@ def test_times_tell_whom_an_episode_waits_for(worker: Worker) -> None:
     assert overlaps([part for parts in coroutines.values() for part in parts if part[0] == "environment"])
 
 
-class Joining:
-    """A backend whose running batch takes further samples: each takes `seconds`."""
+def drawn_after(seconds: float) -> Any:
+    """What draws one token for each sample, after that time."""
 
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
-
-    async def stream(self, model: Any, prompts: Ragged, *given: Any, **named: Any) -> Any:
-        await asyncio.sleep(self.seconds)
+    async def drawn(prompts: Ragged, *given: Any, **named: Any) -> Any:
+        await asyncio.sleep(seconds)
         ids = Ragged(torch.zeros(len(prompts.lengths), dtype=torch.long), (1,) * len(prompts.lengths))
         yield Decoded(tuple(range(len(prompts.lengths))), Generation(ids, ids, torch.zeros(len(ids.lengths)), ids))
+
+    return drawn
 
 
 @pytest.mark.parametrize("joins", [True, False])
 def test_only_a_backend_that_samples_in_waves_has_a_queue(joins: bool) -> None:
     """The second episode asks 0.05 s after the first."""
-    given = {"seed": 0, "version": 0, "check": lambda event: None, "unwanted": lambda group: False}
-    turns = TurnSampler(Joining(0.02), POLICY, Sampling(4), joins=joins, **given)
+    given = {"seed": 0, "version": 0, "unwanted": lambda group: False}
+    turns = TurnSampler(drawn_after(0.02), Sampling(4), joins=joins, **given)
     episodes, times = [EpisodeName(0, n) for n in range(2)], [SampleTimes(), SampleTimes()]
     for one in episodes:
         turns.enter(one)
