@@ -5,6 +5,7 @@ runs/quickstart-20260101-120000/
   fetched.json (of a run that was fetched from its mirror)
   before-1/ (the record of a run that ended before its first checkpoint, once it has started again)
   samples/step_000001.jsonl  samples/vocabulary.json  checkpoints/step_000100/  failures/step_000003_reward/  logs/
+  turns/000100/ (of episodes, by policy version; gone once no run goes on with it)
 
 All of it is private: folders are made with mode 0700, and the files beside them with 0600, whatever the umask. Folders
 that exist keep their mode.
@@ -20,6 +21,8 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+from pipeline.declare.version_folders import VersionFolders
 
 _OWNERS = 0o700  # the mode of a folder that only its owner can enter
 
@@ -117,6 +120,17 @@ class RunDir:
     @property
     def failures(self) -> Path:
         return self.path / "failures"
+
+    @property
+    def turns(self) -> VersionFolders:
+        """The turns of episodes that are in flight, by the version of the weights that sampled them."""
+        return VersionFolders(self.path / "turns")
+
+    def forget_turns(self, done: int) -> None:
+        """Remove the turns of versions that no run goes on with after `done` steps: all but the last two, and that of
+        the last checkpoint."""
+        last = self.checkpoint_steps()[-1:]
+        self.turns.forget(lambda version: version < done - 1 and version not in last)
 
     @property
     def logs(self) -> Path:

@@ -68,7 +68,9 @@ class Driver:
         stamps = stamps_of(graph.all_stages())
         self.rows = RunRows(plan, executor, journal, stamps.ragged if stamps else None)
         watch = Watch(journal, run_dir, stop=graph.schedule.on_divergence == "stop", says=on_divergence)
-        listeners = [on_step, watch.take] if on_step else [watch.take]
+        listeners = [*([on_step] if on_step else []), watch.take]
+        if run_dir:
+            listeners.append(lambda step, metrics: run_dir.forget_turns(step + 1))
         steps = Numbers(plan, run_dir, start, listeners, self.rows.stored)
         outside = Outside(plan, sample_fields(graph.all_stages()), self.rows.handles, self.rows.stored, executor)
         of = f"run of {plan.name}"
@@ -110,6 +112,7 @@ class Driver:
                 self.plan, start=start, next_group=manifest.next_group, pending=manifest.pending
             )
         if self.run_dir:
+            self.run_dir.turns.forget(lambda version: version != start)
             replace(self.run_dir.plan, msgspec.json.format(msgspec.json.encode(self.plan)))
             mark = secrets.token_hex(8)
             replace(self.run_dir.mark, mark.encode())
@@ -147,3 +150,5 @@ class Driver:
                 )
 
         self.loop.run(bring_up)
+        if self.run_dir and not self.stopped:
+            self.run_dir.turns.forget(lambda version: True)

@@ -10,13 +10,14 @@ import socket
 import struct
 from collections.abc import AsyncIterator
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from stages.episode.environment import End, Messages, Reply, Said
 
 HEAD = struct.Struct("<I")
+T = TypeVar("T")
 
 
 class Opening(msgspec.Struct, frozen=True):
@@ -68,6 +69,17 @@ async def frames(reader: asyncio.StreamReader, kind: Any) -> AsyncIterator[Any]:
         while True:
             (size,) = HEAD.unpack(await reader.readexactly(HEAD.size))
             yield msgspec.msgpack.decode(await reader.readexactly(size), type=kind)
+
+
+def unframed(content: bytes, kind: type[T]) -> list[T]:
+    """Return the messages, of this type, of a file of frames. What ends within a frame was being written."""
+    found, at = [], 0
+    while at + HEAD.size <= len(content):
+        start = at + HEAD.size
+        at = start + HEAD.unpack_from(content, at)[0]
+        if at <= len(content):
+            found.append(msgspec.msgpack.decode(content[start:at], type=kind))
+    return found
 
 
 def read_frame(connection: socket.socket) -> bytes | None:

@@ -116,7 +116,7 @@ class Play:
         for turn in range(self._stage.turns):
             most = min(self._stage.turn_tokens, self._stage.tokens - self.tokens, self._attempts.most or sys.maxsize)
             ids = self._ids()
-            made = await self._turns.sample(self.name, NextTurn(ids, self.tokens, most), self.times)
+            made = await self._turns.sample(self.name, NextTurn(ids, self.tokens, most, turn), self.times)
             drawn = self._drawn(made)
             reply = self._conversations.reply(self._so_far, drawn, truncated=self._cut, seen=len(ids))
             self._reply = reply.text

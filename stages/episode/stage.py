@@ -48,7 +48,8 @@ class Episode(TurnStage):
     `response` is the policy's last reply, `conversation` all that was said, as JSON. `turn_ends` are the response
     tokens at the end of each turn of the policy. Metrics, means over samples: `turns`, `length_mean` (tokens that the
     policy drew), `inserted_mean` (tokens that it did not draw), `truncated`, `retried`, and `end_<kind>`, the fraction
-    of each kind of end that Sluice has.
+    of each kind of end that Sluice has. In a run that goes on with kept turns also `turns_found` and `differed`
+    (stages/episode/kept_turns.py).
     """
 
     environment: Environment

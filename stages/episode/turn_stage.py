@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from pipeline import Graph, Output, Stage, StageContext, Task
 from pipeline.declare.columns import Columns, plain_values
 from pipeline.declare.parameters import Rule, at_least, broken, number
+from pipeline.declare.version_folders import VersionFolders
 from pipeline.errors import Problem, shown
 from stages.episode.environment import Deadlines, Tool
 from stages.model_shape import length_problems
@@ -195,6 +196,7 @@ class TurnStage(SamplingStage, ABC):
     def setup(self, context: StageContext) -> Callable[[Columns, Task], AsyncGenerator[Output, None]]:
         """Open the backend and its served copy of the model, as Rollout does. Processes start with the first task."""
         backend = self.opened(context)
+        self._keep_turns(context)
 
         async def run(columns: Columns, task: Task) -> AsyncGenerator[Output, None]:
             async with aclosing(self._run(backend, columns, task, context)) as outputs:
@@ -237,7 +239,21 @@ class TurnStage(SamplingStage, ABC):
             version=version,
             joins=_joins(context),
             unwanted=lambda group: group in context.cancelled,
+            kept=None if greedy else context.shared.get(self._turns_key),
         )
+
+    @property
+    def _turns_key(self) -> tuple[str, str]:
+        return "turns", self.name
+
+    def _keep_turns(self, context: StageContext) -> None:
+        """Keep turns on disk, and read those that an earlier part of the run has kept."""
+        from stages.episode.kept_turns import KeptTurns
+
+        if context.run_dir is not None:
+            name = f"{self.name}-{context.group.name}-{context.rank}"
+            settings = (context.seed, context.group.backend, self.model.source, self.sampling(self.turn_tokens))
+            context.shared[self._turns_key] = KeptTurns(VersionFolders(context.run_dir / "turns"), name, settings)
 
     def plays(
         self,
@@ -282,6 +298,7 @@ class TurnStage(SamplingStage, ABC):
         names = [EpisodeName(task.groups[i // size], i % size) for i in samples]
         rows = [{name: values[i] for name, values in plain.items()} for i in samples]
         turns = self._turns(backend, context, task.version)
+        kept = context.shared.get(self._turns_key)
         plays = self.plays(backend, context, turns, names, rows, joins=_joins(context))
         groups = {
             position: asyncio.ensure_future(_all(plays[position * size : (position + 1) * size]))
@@ -304,6 +321,9 @@ class TurnStage(SamplingStage, ABC):
                     made = groups.pop(position).result()
                     index = list(range(position * size, (position + 1) * size))
                     columns, metrics = played_columns(made), _metrics(made)
+                    if kept is not None and not kept.is_empty:
+                        metrics["turns_found"] = sum(turns.found[names[i]] for i in index) / size
+                        metrics["differed"] = sum(names[i] in kept.differed for i in index) / size
                     times = {i: plays[i].times for i in index}
                     yield Output(columns=columns, metrics=metrics, index=index, times=times, at_once=self.at_once)
         finally:

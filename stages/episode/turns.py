@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -19,16 +21,21 @@ from pipeline.declare.columns import Ragged
 from pipeline.declare.times import GENERATE, QUEUE, WORKER, SampleTimes
 from stages.backends import Cancelled, Decoded, Draws, Generation, Sampling, part
 
+if TYPE_CHECKING:
+    from stages.episode.kept_turns import KeptTurns
+
 LOOK_S = 0.005  # between two looks whether cancelled turns have ended
 
 
 @dataclass(frozen=True)
 class NextTurn:
-    """The tokens that the policy sees, and how many of them belong to the response, with the most that it may add."""
+    """The tokens that the policy sees, and how many of them belong to the response, with the most that it may add.
+    `number` counts the turns of the episode."""
 
     ids: torch.Tensor
     place: int
     most: int
+    number: int = 0
 
 
 @dataclass(frozen=True)
@@ -50,7 +57,8 @@ class _AskedTurn:
 
 class TurnSampler:
     """Samples turns of the `open` episodes. `draw` is `SamplingStage.drawn` of a backend; `unwanted` says whether a
-    group was cancelled."""
+    group was cancelled. What `kept` has is not sampled again; without waves that goes for each turn, otherwise for
+    waves of which it has all, since what is computed together decides about rounding."""
 
     def __init__(
         self,
@@ -61,9 +69,11 @@ class TurnSampler:
         version: int,
         joins: bool,
         unwanted: Callable[[int], bool],
+        kept: KeptTurns | None = None,
     ) -> None:
         self._draw, self._sampling, self._unwanted = draw, sampling, unwanted
-        self._seed, self.version, self._joins = seed, version, joins
+        self._seed, self.version, self._joins, self._kept = seed, version, joins, kept
+        self.found: Counter[EpisodeName] = Counter()  # turns that were kept
         self._open: set[EpisodeName] = set()
         self._asked: dict[EpisodeName, _AskedTurn] = {}
         self._waves: set[asyncio.Task[None]] = set()
@@ -124,7 +134,9 @@ class TurnSampler:
         futures = [asked[name].future for name in names]
         self._running.update(zip(futures, names, strict=True))
         try:
-            await self._sampled(names, [asked[name].turn for name in names], futures)
+            left = self._left(asked, names)
+            if left:
+                await self._sampled(left, [asked[name].turn for name in left], [asked[name].future for name in left])
         except Exception as error:  # noqa: BLE001 - raised where the turns are awaited
             for future in futures:
                 if not future.done():
@@ -133,6 +145,20 @@ class TurnSampler:
             for future in futures:
                 self._running.pop(future, None)
                 future.cancel()
+
+    def _left(self, asked: dict[EpisodeName, _AskedTurn], names: Sequence[EpisodeName]) -> list[EpisodeName]:
+        """Answer the turns that are kept. Returns the episodes of all others."""
+        if self._kept is None or self._kept.is_empty:
+            return list(names)
+        found = {name: made for name in names if (made := self._kept.find(self.version, name, asked[name].turn))}
+        if len(found) < len(names) and not self._joins:
+            return list(names)
+        self.found.update(found.keys())
+        for name, made in found.items():
+            self._running.pop(asked[name].future, None)
+            if not asked[name].future.done():
+                asked[name].future.set_result(made)
+        return [name for name in names if name not in found]
 
     async def _sampled(
         self, names: Sequence[EpisodeName], turns: Sequence[NextTurn], futures: Sequence[asyncio.Future[Generation]]
@@ -160,7 +186,10 @@ class TurnSampler:
                         if futures[position].done():
                             self._given_up[names[position]] = event.made.response_ids.lengths[row]
                         else:
-                            futures[position].set_result(one_of(event.made, row))
+                            made = one_of(event.made, row)
+                            if self._kept is not None:
+                                self._kept.keep(names[position], turns[position], made)
+                            futures[position].set_result(made)
 
 
 def one_of(made: Generation, row: int) -> Generation:
