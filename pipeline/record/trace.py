@@ -178,6 +178,15 @@ class Spent(_OfTask, tag="spent", frozen=True, kw_only=True, gc=False):
     end_s: float
 
 
+class OpenSamples(msgspec.Struct, tag="open", frozen=True, kw_only=True, gc=False):
+    """How many samples of a stage's running tasks are not finished, by the part of their time that they are in. Written
+    when that has changed, at most once a second for each stage."""
+
+    stage: str
+    parts: dict[str, int]
+    at_s: float
+
+
 class Acknowledged(_OfTask, tag="acknowledged", frozen=True, kw_only=True, gc=False):
     """The driver took a report: the task has finished reading these groups, and its output for them is present."""
 
@@ -337,6 +346,7 @@ TraceEvent = (
     | Put
     | Ran
     | Spent
+    | OpenSamples
     | Acknowledged
     | Trained
     | Retried

@@ -90,6 +90,7 @@ class Play:
         self._reply = ""
         self._cut = False  # whether the last reply has no closing token
         self.tokens = 0  # of the response
+        self.is_over = False
 
     async def run(self) -> Played:
         """Play to the end."""
@@ -107,6 +108,7 @@ class Play:
         finally:
             self._doors.leave(self.name)
         await self._attempts.close()
+        self.is_over = True
         return self._made(end)
 
     async def _played(self) -> str:

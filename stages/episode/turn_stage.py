@@ -297,6 +297,7 @@ class TurnStage(Stage, ABC):
     async def _run(
         self, backend: Any, columns: Columns, task: Task, context: StageContext
     ) -> AsyncGenerator[Output, None]:
+        from stages.episode.open_episodes import OpenEpisodes
         from stages.episode.play import played_columns
         from stages.episode.turns import EpisodeName
 
@@ -307,6 +308,8 @@ class TurnStage(Stage, ABC):
         rows = [{name: values[i] for name, values in plain.items()} for i in samples]
         turns = self._turns(backend, context, task.version)
         plays = self.plays(backend, context, turns, names, rows, joins=_joins(context))
+        open_now = context.shared.setdefault((OpenEpisodes, self.name), OpenEpisodes())
+        open_now.add(plays)
         groups = {
             position: asyncio.ensure_future(_all(plays[position * size : (position + 1) * size]))
             for position in range(len(task.groups))
@@ -314,6 +317,8 @@ class TurnStage(Stage, ABC):
         try:
             while groups:
                 await asyncio.wait(groups.values(), timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED)
+                if (counts := open_now.changed()) is not None:
+                    yield Output(open=counts)
                 for position in [position for position in groups if task.groups[position] in context.cancelled]:
                     running = groups.pop(position)
                     running.cancel()
@@ -323,14 +328,19 @@ class TurnStage(Stage, ABC):
                         play.tokens + cut.get(play.name, 0) for play in plays[position * size : (position + 1) * size]
                     )
                     times = {i: plays[i].times for i in range(position * size, (position + 1) * size)}
-                    yield Output(cancelled={position: longest}, times=times)
+                    left = open_now.remove(plays[i] for i in times)
+                    yield Output(cancelled={position: longest}, times=times, open=left)
                 for position in [position for position, running in groups.items() if running.done()]:
                     made = groups.pop(position).result()
                     index = list(range(position * size, (position + 1) * size))
                     columns, metrics = played_columns(made), _metrics(made)
                     times = {i: plays[i].times for i in index}
-                    yield Output(columns=columns, metrics=metrics, index=index, times=times, at_once=self.at_once)
+                    left = open_now.remove(plays[i] for i in index)
+                    yield Output(
+                        columns=columns, metrics=metrics, index=index, times=times, at_once=self.at_once, open=left
+                    )
         finally:
+            open_now.remove(plays)
             for running in groups.values():
                 running.cancel()
             await asyncio.gather(*groups.values(), return_exceptions=True)
