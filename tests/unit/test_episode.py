@@ -90,7 +90,7 @@ class Worker:
         task = Task(number=1, stage=stage.name, step=0, groups=tuple(range(5, 5 + len(texts))), version=0, **changed)
 
         async def collected() -> list[Output]:
-            return [output async for output in run(columns, task)]
+            return [output async for output in run(columns, task) if output.columns or output.cancelled]
 
         return asyncio.run(collected())
 
@@ -282,11 +282,19 @@ def test_only_a_backend_that_samples_in_waves_has_a_queue(joins: bool) -> None:
         times[n].until("worker")
         await turns.sample(episodes[n], NextTurn(torch.zeros(1, dtype=torch.long), 0, 4), times[n])
 
+    async def looks() -> None:
+        for _ in range(20):
+            await asyncio.sleep(0.005)
+            seen.update(one.now for one in times)
+
     async def both() -> None:
-        await asyncio.gather(asks(0), asks(1))
+        await asyncio.gather(asks(0), asks(1), looks())
+
+    seen: set[str] = set()
 
     asyncio.run(both())
     found = [{name: span for name, *span in parts_in([Output(times={0: one})])[0]} for one in times]
+    assert seen == {"worker", "generate"} | ({"queue"} if not joins else set())
     assert ("queue" in found[0]) is not joins and all("generate" in each for each in found)
     if not joins:
         assert found[0]["queue"][1] == found[0]["generate"][0] == found[1]["generate"][0]
