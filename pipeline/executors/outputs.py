@@ -125,11 +125,14 @@ class Outputs:
         return output, index
 
     def _spent(self, inputs: TaskInputs, output: Output) -> Iterator[trace.Spent]:
-        """Yield how the time of samples was spent, by group."""
-        task, size = inputs.task, self._group_size
-        for place in returned.timed_groups(inputs.stage, output, len(inputs.keys), size):
+        """Yield how the time of samples was spent, by group. A task without groups has samples of its own."""
+        task, size, samples = inputs.task, self._group_size, len(inputs.keys)
+        if not task.groups:
+            size = samples = len(output.times)
+        for place in returned.timed_groups(inputs.stage, output, samples, size):
             times = [output.times[i] for i in range(place * size, (place + 1) * size)]
-            yield spent(task, task.groups[place], times, output.at_once, self._worker)
+            group = task.groups[place] if task.groups else None
+            yield spent(task, group, times, output.at_once, self._worker)
 
     def _put(self, inputs: TaskInputs, made: Sequence[tuple[Output, Sequence[int]]], result: TaskResult) -> None:
         """Write the columns in canonical order, in one put."""

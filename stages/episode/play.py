@@ -57,11 +57,17 @@ class Played:
     end: str
     truncated: bool
     retried: int
+    times: SampleTimes
 
     @property
     def drawn(self) -> int:
         """The tokens that the policy drew."""
         return int((self.versions != INSERTED).sum())
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether machines have failed it, so that it says nothing of the policy."""
+        return self.end.startswith(LOST)
 
 
 class Play:
@@ -167,6 +173,7 @@ class Play:
             end=end,
             truncated=self._cut or end in CUT,
             retried=self._attempts.retried,
+            times=self.times,
         )
 
 

@@ -372,5 +372,10 @@ def _metrics(made: list[Played]) -> dict[str, float]:
         "truncated": sum(one.truncated for one in made) / count,
         "retried": sum(one.retried for one in made) / count,
     }
+    return metrics | ends(made)
+
+
+def ends(made: Sequence[Played]) -> dict[str, float]:
+    """The fraction of episodes with each kind of end, as metrics."""
     kinds = [one.end.partition(":")[0] for one in made]
-    return metrics | {f"end_{kind}": kinds.count(kind) / count for kind in ENDS}
+    return {f"end_{kind}": kinds.count(kind) / len(made) for kind in ENDS}

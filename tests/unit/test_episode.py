@@ -33,6 +33,8 @@ from pipeline import (
     Task,
     WorkerGroup,
 )
+from pipeline.analysis.episodes import waits_by_task
+from pipeline.analysis.gaps import gaps
 from pipeline.declare.columns import Ragged
 from pipeline.declare.times import SampleTimes
 from pipeline.engine.driver import Driver
@@ -40,6 +42,7 @@ from pipeline.executors.local import LocalExecutor
 from pipeline.executors.policy_versions import versions_of
 from pipeline.plan.planner import plan
 from pipeline.record import trace
+from pipeline.record.history import Tasks
 from pipeline.rundir import RunDir
 from stages import (
     Advantage,
@@ -47,7 +50,9 @@ from stages import (
     Deadlines,
     Environment,
     Episode,
+    Evaluate,
     Filter,
+    Generated,
     PrevLogprobs,
     Refit,
     Reply,
@@ -674,6 +679,37 @@ def test_a_run_with_lost_episodes_trains_the_others(tmp_path: Path) -> None:
     ran = {event.task: event for event in events if isinstance(event, trace.Ran)}
     assert all(ran[one.task].start_s <= one.start_s and one.end_s <= ran[one.task].end_s for one in spent)
     assert {len(event.samples) for event in spent} == {2}
+
+
+def test_an_evaluation_leaves_lost_episodes_out(tmp_path: Path) -> None:
+    """Its times are recorded, as of one group, and what its environments hold up is time of its worker."""
+    graph = run_graph(Echo(), steps=1)
+    trained: Any = graph.stages[0]
+    faulty = Faulty(method="open", mark=str(tmp_path / "mark"), of="r1", sleep_s=0.2)
+    held_out = replace(trained, environment=faulty, retries=0)
+    policy, task, sampler = trained.model, Generated("reverse", digits=2, held_out=20), trained.on
+    stage = Evaluate(policy, task, on=sampler, episode=held_out, reward=height, every=1)
+    events = execute(tmp_path / "run", replace(graph, stages=(*graph.stages, stage)))
+    lost = [i for i, (prompt, _) in enumerate(task.held_out_pairs(20)) if prompt.startswith("r1")]
+    ended = [event.metrics for event in events if isinstance(event, trace.StepEnded)]
+    assert len(ended) == 2 and 0 < len(lost) < 20
+    for found in ended:
+        assert found["eval/end_lost"] == len(lost) / 20 and found["eval/end_answered"] == 1 - len(lost) / 20
+        assert found["eval/count"] == 20 - len(lost) and found["eval/height"] > 0 < found["eval/length_mean"]
+    tasks = Tasks(events)
+    spent = [event for each in tasks.spent.values() for event in each if event.stage == "evaluate"]
+    assert [(event.groups, len(event.samples), event.group) for event in spent] == [((), 20, "sampler")] * 2
+    assert all(waits_by_task(tasks)[event.task] for event in spent)
+    found = gaps(plan(graph)[0], tasks, spent[0].start_s, spent[-1].end_s)
+    assert {gap.stage for gap in found if gap.cause == "environment"} >= {"evaluate"}
+    context = StageContext(group=sampler, rank=0, seed=3, group_size=2, run_dir=None, shared={})
+    run = replace(stage, episode=replace(held_out, environment=replace(faulty, of=""))).setup(context)
+    try:
+        with pytest.raises(StageError, match="has lost all of its 20 episodes, 20 of them as lost:open:OSError"):
+            run({}, Task(stage="evaluate", step=0))
+    finally:
+        for held in context.shared.values():
+            held.close()
 
 
 def test_a_run_that_loses_too_much_ends(tmp_path: Path) -> None:
