@@ -681,15 +681,16 @@ def test_a_run_with_lost_episodes_trains_the_others(tmp_path: Path) -> None:
     assert {len(event.samples) for event in spent} == {2}
 
 
-def test_an_evaluation_leaves_lost_episodes_out(tmp_path: Path) -> None:
+def test_an_evaluation_leaves_lost_episodes_out(worker: Worker, tmp_path: Path) -> None:
     """Its times are recorded, as of one group, and what its environments hold up is time of its worker."""
     graph = run_graph(Echo(), steps=1)
     trained: Any = graph.stages[0]
-    faulty = Faulty(method="open", mark=str(tmp_path / "mark"), of="r1", sleep_s=0.2)
+    faulty = Faulty(method="open", mark=str(tmp_path / "mark"), of="r1", sleep_s=0.02)
     held_out = replace(trained, environment=faulty, retries=0)
     policy, task, sampler = trained.model, Generated("reverse", digits=2, held_out=20), trained.on
     stage = Evaluate(policy, task, on=sampler, episode=held_out, reward=height, every=1)
-    events = execute(tmp_path / "run", replace(graph, stages=(*graph.stages, stage)))
+    graph = replace(graph, stages=(*graph.stages, stage))
+    events = execute(tmp_path / "run", graph)
     lost = [i for i, (prompt, _) in enumerate(task.held_out_pairs(20)) if prompt.startswith("r1")]
     ended = [event.metrics for event in events if isinstance(event, trace.StepEnded)]
     assert len(ended) == 2 and 0 < len(lost) < 20
@@ -702,14 +703,9 @@ def test_an_evaluation_leaves_lost_episodes_out(tmp_path: Path) -> None:
     assert all(waits_by_task(tasks)[event.task] for event in spent)
     found = gaps(plan(graph)[0], tasks, spent[0].start_s, spent[-1].end_s)
     assert {gap.stage for gap in found if gap.cause == "environment"} >= {"evaluate"}
-    context = StageContext(group=sampler, rank=0, seed=3, group_size=2, run_dir=None, shared={})
-    run = replace(stage, episode=replace(held_out, environment=replace(faulty, of=""))).setup(context)
-    try:
-        with pytest.raises(StageError, match="has lost all of its 20 episodes, 20 of them as lost:open:OSError"):
-            run({}, Task(stage="evaluate", step=0))
-    finally:
-        for held in context.shared.values():
-            held.close()
+    run = replace(stage, episode=replace(held_out, environment=replace(faulty, of=""))).setup(worker.context)
+    with pytest.raises(StageError, match="has lost all of its 20 episodes, 20 of them as lost:open:OSError"):
+        run({}, Task(stage="evaluate", step=0))
 
 
 def test_a_run_that_loses_too_much_ends(tmp_path: Path) -> None:

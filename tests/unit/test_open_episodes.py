@@ -6,10 +6,12 @@ import asyncio
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -17,7 +19,9 @@ import pytest
 import torch
 
 from pipeline import Output, StageError, Task
+from pipeline.declare.times import SampleTimes
 from pipeline.engine.driver import Driver
+from pipeline.engine.journal import Journal, WallClock
 from pipeline.engine.open_counts import EVERY_S, OpenCounts
 from pipeline.executors.local import LocalExecutor
 from pipeline.plan.planner import plan
@@ -25,6 +29,7 @@ from pipeline.record import trace
 from pipeline.web.live import Live
 from pipeline.web.tail import Record
 from stages import End, Environment, Messages, Reply
+from stages.episode.open_episodes import OpenEpisodes
 from tests.unit.environments import Sleeping
 from tests.unit.records import simulated
 from tests.unit.test_episode import TEXTS, Worker, episode, execute, run_graph
@@ -54,40 +59,72 @@ class HeldAlone(Held):
     """Opens one after the other."""
 
     def open(self, row: Mapping[str, Any], draw: Random) -> tuple[Any, str]:  # type: ignore[override]
-        return asyncio.run(super().open(row, draw))
+        while not Path(self.gate).exists():
+            time.sleep(0.01)
+        return None, row["prompt"]
 
 
-def counts_of(stage: Any, gate: Path, wanted: dict[str, int]) -> list[dict[str, int]]:
-    """The counts of a task. The gate opens when they are the wanted ones."""
+@dataclass(frozen=True)
+class HeldOne(Held):
+    """Does not answer the reply that comes first."""
+
+    async def turn(self, state: Any, reply: Reply) -> Messages | End:  # type: ignore[override]
+        with suppress(FileExistsError):
+            Path(f"{self.gate}.first").touch(exist_ok=False)
+            while not Path(self.gate).exists():
+                await asyncio.sleep(0.01)
+        return End()
+
+
+def assert_counts(environment: Held, wanted: dict[str, int], **settings: Any) -> None:
+    """The gate opens when the counts of a task are the wanted ones, and then all its episodes end."""
+    stage = episode(environment, **settings)
     worker = Worker()
     run = stage.setup(worker.context)
     columns = {"prompt": [text for text in TEXTS for _ in range(worker.size)]}
     task = Task(number=1, stage=stage.name, step=0, groups=(5, 6, 7, 8), version=0)
 
-    async def counted() -> list[dict[str, int]]:
+    async def outputs() -> list[Output]:
         found = []
-        outputs: list[Output] = []
         async for output in run(columns, task):
-            outputs.append(output)
-            found.append(dict(output.open or {}))
+            found.append(output)
             if output.open == wanted:
-                gate.touch()
-        assert all(output.open is not None for output in outputs)
-        assert all(output.columns or output.open for output in outputs), "the last one is with columns"
+                Path(environment.gate).touch()
         return found
 
     try:
-        return asyncio.run(counted())
+        found = asyncio.run(outputs())
     finally:
         worker.close()
+    assert wanted in [output.open for output in found] and found[-1].open == {} and found[-1].columns
+    assert set(found[-1].columns["end"]) == {"answered"}
 
 
 def test_open_episodes_are_counted_by_part(tmp_path: Path) -> None:
-    """Two are held, and the others wait for a wave of turns; then one is held, and the others wait for its process."""
-    held = counts_of(episode(Held(str(tmp_path / "1"), of="ab")), tmp_path / "1", {"environment": 2, "queue": 6})
-    assert held[-1] == {} and {"environment": 2, "queue": 6} in held
-    alone = episode(HeldAlone(str(tmp_path / "2")), environments=1)
-    assert counts_of(alone, tmp_path / "2", {"environment": 1, "process": 7})[-1] == {}
+    """Two are held, and the others wait for a wave of turns. One is held, and the others wait for its process. One is
+    held, and the others are over."""
+    assert_counts(Held(str(tmp_path / "1"), of="ab"), {"environment": 2, "queue": 6})
+    assert_counts(HeldAlone(str(tmp_path / "2")), {"environment": 1, "process": 7}, environments=1)
+    assert_counts(HeldOne(str(tmp_path / "3")), {"environment": 1})
+
+
+class OnePlay:
+    """What is counted of an episode."""
+
+    def __init__(self) -> None:
+        self.times, self.is_over = SampleTimes(), False
+
+
+def test_a_worker_counts_at_most_once_a_second_and_only_what_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    plays: Any = [OnePlay() for _ in range(3)]
+    counts = OpenEpisodes()
+    counts.add(plays)
+    assert counts.changed() == {"worker": 3}
+    plays[0].is_over = True
+    assert counts.changed() is None
+    monkeypatch.setattr("stages.episode.open_episodes.EVERY_S", 0.0)
+    assert counts.changed() == {"worker": 2} and counts.changed() is None
+    assert counts.remove(plays[:2]) == {"worker": 1} and counts.changed() is None
 
 
 def test_the_record_grows_with_time_and_not_with_workers() -> None:
@@ -119,6 +156,18 @@ def test_counts_that_are_the_same_are_due_once_and_again_for_another_task() -> N
     assert counts.due(7.0) == []  # the tasks have ended, as the record says
     counts.take(first, {"environment": 1, "queue": 4})
     assert counts.due(8.0) == [("episode", {"environment": 1, "queue": 4})]
+
+
+def test_the_counts_of_a_worker_that_is_lost_are_forgotten() -> None:
+    planned, written = simulated(steps=1)[0], []
+    pen: Any = SimpleNamespace(write=written.append, flush=lambda: None, close=lambda: None)
+    journal = Journal(planned, WallClock(), pen)
+    lost, other = (Task(stage="rollout", step=0, replica=n) for n in range(2))
+    journal.opened(lost, {"environment": 2})
+    journal.opened(other, {"generate": 1})
+    journal.retried(lost, (), "it died")
+    journal.flush()
+    assert [event.parts for event in written if isinstance(event, trace.OpenSamples)] == [{"generate": 1}]
 
 
 @pytest.mark.parametrize(
