@@ -105,7 +105,7 @@ def test_open_episodes_are_counted_by_part(tmp_path: Path) -> None:
     held, and the others are over."""
     assert_counts(Held(str(tmp_path / "1"), of="ab"), {"environment": 2, "queue": 6})
     assert_counts(HeldAlone(str(tmp_path / "2")), {"environment": 1, "process": 7}, environments=1)
-    assert_counts(HeldOne(str(tmp_path / "3")), {"environment": 1})
+    assert_counts(HeldOne(str(tmp_path / "3"), of="none"), {"environment": 1})
 
 
 class OnePlay:
