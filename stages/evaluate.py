@@ -6,11 +6,12 @@ Evaluate(policy, "test.jsonl", on=sampler, prompt="question", reward=math_verify
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
@@ -19,10 +20,10 @@ from pipeline import Graph, Model, Output, Stage, StageContext, Task, WorkerGrou
 from pipeline.declare.columns import Columns, take
 from pipeline.declare.parameters import at_least, broken
 from pipeline.declare.work import Decoding, GpuPart, Load
-from pipeline.errors import Problem, shown
+from pipeline.errors import Problem, StageError, shown
 from stages import images
 from stages.backends import Generation, Sampling, backend_problems, engine, model_problems
-from stages.episode.turn_stage import TurnStage
+from stages.episode.turn_stage import TurnStage, ends
 from stages.forecast import vllm
 from stages.model_shape import length_problems
 from stages.reward import function_problems
@@ -35,6 +36,9 @@ from stages.sources.schema import Schema
 from stages.sources.values import column_of
 from stages.tasks import Generated
 from stages.vocabulary import IMAGES, PROMPT, SERVED_WEIGHTS
+
+if TYPE_CHECKING:
+    from stages.episode.play import Played
 
 _RULES = (
     at_least("prompts", 1, fix=1000),
@@ -60,7 +64,9 @@ class Evaluate(Stage):
                   `prompt` is what its environment reads, and `response` is the last reply
 
     Metrics: `eval/<reward>` per function, such as `eval/exact_match`; `eval/count`, `eval/length_mean`,
-    `eval/truncated`; and metrics that a function reports itself, such as `eval/math_verify_timeouts`.
+    `eval/truncated`; and metrics that a function reports itself, such as `eval/math_verify_timeouts`. Of episodes also
+    `eval/end_<kind>`, their fraction by kind of end. A lost episode, `eval/end_lost`, counts in no other metric; if all
+    are lost, the run ends.
     """
 
     model: Model
@@ -220,11 +226,6 @@ class Evaluate(Stage):
         scorer = Scorer(rewards, AsyncCalls(), str(self.location))
         sampling = Sampling(self.max_tokens, greedy=True)
 
-        def played(episode: TurnStage) -> tuple[list[str], list[int], int]:
-            made = episode.played(backend, context, [{PROMPT.name: text} for text in asked])
-            texts, lengths = [one.response for one in made], [one.drawn for one in made]
-            return texts, lengths, sum(one.truncated for one in made)
-
         def sampled() -> tuple[list[str], list[int], int]:
             texts: list[str] = []
             lengths: list[int] = []
@@ -242,20 +243,41 @@ class Evaluate(Stage):
                 truncated += int(made.truncated.sum())
             return texts, lengths, truncated
 
+        def played(episode: TurnStage) -> list[Played]:
+            return episode.played(backend, context, [{PROMPT.name: text} for text in asked])
+
         def run(columns: Columns, task: Task) -> Output:
-            texts, lengths, truncated = sampled() if self.episode is None else played(self.episode)
-            shown_to = {"prompt": [pair[0] for pair in pairs], "answer": [pair[1] for pair in pairs], "response": texts}
-            scores = scorer.scores(shown_to, len(pairs), lambda i: f"held-out prompt {i} of step {task.step + 1}")
+            made = played(self.episode) if self.episode else []
+            kept = [i for i in range(len(pairs)) if not (made and made[i].is_lost)]
+            if made and not kept:
+                raise StageError(self._all_lost(made))
+            if made:
+                texts, lengths = [made[i].response for i in kept], [made[i].drawn for i in kept]
+                truncated = sum(made[i].truncated for i in kept)
+            else:
+                texts, lengths, truncated = sampled()
+            shown_to = {"prompt": [pairs[i][0] for i in kept], "answer": [pairs[i][1] for i in kept], "response": texts}
+            scores = scorer.scores(shown_to, len(kept), lambda n: f"held-out prompt {kept[n]} of step {task.step + 1}")
             scored = {f"eval/{name_of(function)}": fmean(values) for function, values in zip(rewards, scores)}
             scored |= {f"eval/{name}": value for name, value in scorer.metrics().items()}
             counts = {
-                "eval/count": float(len(pairs)),
+                "eval/count": float(len(kept)),
                 "eval/length_mean": fmean(lengths),
-                "eval/truncated": truncated / len(pairs),
+                "eval/truncated": truncated / len(kept),
             }
-            return Output(metrics=scored | counts)
+            counts |= {f"eval/{name}": value for name, value in ends(made).items()} if made else {}
+            return Output(metrics=scored | counts, times={i: one.times for i, one in enumerate(made)})
 
         return run
+
+    def _all_lost(self, made: Sequence[Played]) -> Problem:
+        commonest, count = Counter(one.end for one in made).most_common(1)[0]
+        return Problem(
+            where=str(self.location),
+            what=f"stage {self.name!r} has lost all of its {len(made)} episodes, {count} of them as {commonest}",
+            why="an episode that its machine has failed has no score",
+            fix="see why in logs/ of the run, and correct the environment, its deadlines or its retries",
+        )
 
     def _pairs(self) -> list[tuple[Any, ...]]:
         """Prompt and answer of each held-out row; with `chat`, also its messages; with `images`, these at the end."""

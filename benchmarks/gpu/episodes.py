@@ -76,7 +76,7 @@ def run(contender: str, options: argparse.Namespace, folder: Path) -> dict[str, 
     async def outputs(number: int) -> list[Output]:
         first = number * options.groups
         task = Task(stage=stage.name, step=number, groups=tuple(range(first, first + options.groups)), number=number)
-        return [output async for output in runner(columns, task)]
+        return [output async for output in runner(columns, task) if output.columns]
 
     for number in range(2):
         begun_s = time.perf_counter()

@@ -81,11 +81,8 @@ def waits(spent: Iterable[trace.Spent]) -> list[Span]:
 
 def waits_by_task(tasks: Tasks) -> dict[int, list[Span]]:
     """Return the `waits` of every task of the record that has ended, and has the times of all its groups."""
-    return {
-        number: waits(spent)
-        for number, spent in tasks.spent.items()
-        if number in tasks.ran and number in tasks.submitted and len(spent) == len(tasks.submitted[number].groups)
-    }
+    groups = {number: len(task.groups) or 1 for number, task in tasks.submitted.items() if number in tasks.ran}
+    return {number: waits(spent) for number, spent in tasks.spent.items() if len(spent) == groups.get(number)}
 
 
 def alone(spans: Iterable[Span], others: Iterable[Span]) -> Iterator[Span]:

@@ -143,7 +143,7 @@ def _volume(plan: Plan, edge: object | None) -> str:
     return _bytes(samples * edge.bytes_per_sample)
 
 
-_COUNTS = ("eval/count", "eval/length_mean", "eval/truncated")  # evaluation metrics that are not rewards
+_COUNTS = ("eval/count", "eval/length_mean", "eval/truncated", "eval/end_")  # metrics of no reward begin with one
 SLOW_START_S = 30.0  # between two lines about a start
 
 
@@ -181,7 +181,7 @@ class Progress:
     def step(self, step: int, metrics: dict[str, float]) -> None:
         """Record that a step finished; -1 is the evaluation before the first step."""
         self._started_s = None
-        evaluated = next((name for name in metrics if name.startswith("eval/") and name not in _COUNTS), None)
+        evaluated = next((name for name in metrics if name.startswith("eval/") and not name.startswith(_COUNTS)), None)
         if evaluated:
             self.measure = evaluated.removeprefix("eval/").replace("_", " ")
             self.evaluations.append((step + 1, metrics[evaluated]))

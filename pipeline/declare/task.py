@@ -55,8 +55,10 @@ class Output:
     positions in `task.groups` to the reason for dropping; the columns then cover the other groups. `cancelled`,
     from a stream, maps positions of canceled groups (see `StageContext.cancelled`) to the length of their longest
     sample in tokens. `times` says how the time of samples was spent, by their position in the task, of whole groups;
-    it is recorded and shown. `at_once` is how many samples of this worker are at most in a part of that name at the
-    same time.
+    a task without groups, as of Evaluate, gives those of its own samples. It is recorded and shown. `at_once` is how
+    many samples of this worker are at most in a part of that name at the same time. `open`, from a stream, counts the
+    samples of all its tasks on this worker that are not finished, by the part of their time that they are in; an output
+    may have nothing else. The last count is shown while tasks run.
     """
 
     columns: Columns = field(default_factory=dict)
@@ -67,6 +69,7 @@ class Output:
     cancelled: Mapping[int, int] = field(default_factory=dict)
     times: Mapping[int, SampleTimes] = field(default_factory=dict)
     at_once: Mapping[str, int] = field(default_factory=dict)
+    open: Mapping[str, int] | None = None
 
 
 class MeetingPlace(msgspec.Struct, frozen=True, kw_only=True):

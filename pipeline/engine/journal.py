@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import msgspec
 
 from pipeline.declare.task import Task
 from pipeline.engine.divergence import DivergenceNotice
+from pipeline.engine.open_counts import OpenCounts
 from pipeline.errors import SluiceError
 from pipeline.plan.plan import Plan
 from pipeline.record import trace
@@ -64,7 +65,8 @@ class Journal:
 
     def __init__(self, plan: Plan, clock: Clock, pen: Pen) -> None:
         self.clock = clock
-        self.write, self.flush, self.close = pen.write, pen.flush, pen.close
+        self.write, self._flush, self.close = pen.write, pen.flush, pen.close
+        self._open = OpenCounts()
         self.weights: dict[int, str] = {}  # the last published version and its hash
         self._plan = plan
         self._groups = {stage.name: stage.groups[0] for stage in plan.stages if stage.groups}
@@ -115,6 +117,16 @@ class Journal:
             event = msgspec.structs.replace(event, metrics=trace.finite(event.metrics))
         self.write(event)
 
+    def opened(self, task: Task, parts: Mapping[str, int]) -> None:
+        """Take the counts of a worker's unfinished samples, to be recorded with those of others."""
+        self._open.take(task, parts)
+
+    def flush(self) -> None:
+        """Write the counts that are due, and pass everything to the operating system."""
+        for stage, parts in self._open.due(self.clock.now_s):
+            self.write(trace.OpenSamples(stage=stage, parts=parts, at_s=round(self.clock.now_s, 1)))
+        self._flush()
+
     def acknowledged(self, task: Task, groups: tuple[int, ...]) -> None:
         """Record that a task has acknowledged groups."""
         self.write(
@@ -131,6 +143,7 @@ class Journal:
     def retried(self, task: Task, groups: tuple[int, ...], reason: str) -> None:
         """Record that an attempt was lost, and its unacknowledged groups."""
         self._replaced.add(task.number)
+        self._open.take(task, {})
         self.write(trace.Retried(**trace.of(task), groups=groups, reason=reason, at_s=self.clock.now_s))
 
     def fenced(self, task: Task, groups: tuple[int, ...]) -> None:

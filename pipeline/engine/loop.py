@@ -188,7 +188,7 @@ class Loop:
             notices = came(scheduler)
             for notice in notices:
                 self._handle(self._notice(notice))
-            if reports or notices:
+            if notices or any(map(_tells, reports)):
                 oversight.progressed()
             else:
                 oversight.check(scheduler)
@@ -259,6 +259,8 @@ class Loop:
             return [] if owed is None else self._served(task, report.served)
         if owed is None:
             return self._fence(report)
+        if report.open is not None:
+            journal.opened(task, report.open)
         finished = report.finished
         if finished and owed.isdisjoint(finished):
             return []  # a repeated report
@@ -303,3 +305,8 @@ class Loop:
             self.journal.published(task, *weights, now_s)
             self.steps.published(task.step, now_s)
         return Landed(task.step, (), fields, task=task.number)
+
+
+def _tells(report: TaskReport | Notice) -> bool:
+    """Return whether a report says more than how many samples are open: others do not end the wait for a task."""
+    return isinstance(report, Notice) or report.open is None or bool(report.finished or report.error)

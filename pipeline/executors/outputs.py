@@ -35,6 +35,7 @@ class TaskResult(msgspec.Struct, kw_only=True):
     samples    the number of samples that the metrics average over
     dropped    dropped groups, with the gate's reason
     cancelled  canceled groups, with the length of their longest sample
+    open       of a stream whose samples have times: how many of the worker's are not finished, by part; None if unsaid
     oldest     from a stage that stamps: the oldest token version of each finished group
     error      set if the task failed; the rest is then partial
     served     set if the report only says that this replica has the whole version; the transfer continues
@@ -51,6 +52,7 @@ class TaskResult(msgspec.Struct, kw_only=True):
     weights: tuple[int, str] | None = None
     dropped: dict[int, str] = {}
     cancelled: dict[int, int] = {}
+    open: dict[str, int] | None = None
     oldest: dict[int, int] = {}
     events: list[trace.Got | trace.Put | trace.Ran | trace.Spent | trace.Trained | trace.Placed | trace.Turned] = []
     error: Any = None
@@ -86,7 +88,9 @@ class Outputs:
                 result.events += self._spent(inputs, output)
             if output.cancelled:
                 result.cancelled |= {task.groups[position]: tokens for position, tokens in output.cancelled.items()}
-            if output.columns or not output.cancelled:
+            if output.open is not None and self._leads:
+                result.open = returned.open_samples(stage, output.open)
+            if output.columns or not (output.cancelled or output.open is not None):
                 made.append(self._checked(inputs, output, result))
         if stage.shape == "stream":
             each = (dict.fromkeys(i // size for i in rows) for _, rows in made)
@@ -121,11 +125,14 @@ class Outputs:
         return output, index
 
     def _spent(self, inputs: TaskInputs, output: Output) -> Iterator[trace.Spent]:
-        """Yield how the time of samples was spent, by group."""
-        task, size = inputs.task, self._group_size
-        for place in returned.timed_groups(inputs.stage, output, len(inputs.keys), size):
+        """Yield how the time of samples was spent, by group. A task without groups has samples of its own."""
+        task, size, samples = inputs.task, self._group_size, len(inputs.keys)
+        if not task.groups:
+            size = samples = len(output.times)
+        for place in returned.timed_groups(inputs.stage, output, samples, size):
             times = [output.times[i] for i in range(place * size, (place + 1) * size)]
-            yield spent(task, task.groups[place], times, output.at_once, self._worker)
+            group = task.groups[place] if task.groups else None
+            yield spent(task, group, times, output.at_once, self._worker)
 
     def _put(self, inputs: TaskInputs, made: Sequence[tuple[Output, Sequence[int]]], result: TaskResult) -> None:
         """Write the columns in canonical order, in one put."""

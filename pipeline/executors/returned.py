@@ -150,6 +150,17 @@ def timed_groups(stage: Stage, output: Output, samples: int, group_size: int) ->
     return list(groups)
 
 
+def open_samples(stage: Stage, counts: Mapping[str, int]) -> dict[str, int]:
+    """Return the counts of unfinished samples by part. Raises StageError unless a stream gives counts of parts."""
+    found = dict(counts) if isinstance(counts, Mapping) else {}
+    fine = all(isinstance(name, str) and type(count) is int and count >= 0 for name, count in found.items())
+    if stage.shape == "stream" and isinstance(counts, Mapping) and fine and len(found) <= MOST_NAMES:
+        return found
+    what = f"stage {stage.name!r} returned open={shown(counts)}"
+    why = "a stream counts its unfinished samples, by the part of their time that they are in"
+    raise _error(stage, what, why, 'open={"environment": 41, "generate": 23}')
+
+
 def _misplaced(stage: Stage, what: str, why: str) -> StageError:
     fix = "give the positions of all samples of each group, counted from the task's first sample, or leave out index"
     return _error(stage, f"an output of stage {stage.name!r} {what}", why, fix)

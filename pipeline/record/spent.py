@@ -30,15 +30,16 @@ class TimedPart(NamedTuple):
 
 
 def spent(
-    task: Task, group: int, times: Sequence[SampleTimes], at_once: Mapping[str, int], where: tuple[str, int]
+    task: Task, group: int | None, times: Sequence[SampleTimes], at_once: Mapping[str, int], where: tuple[str, int]
 ) -> trace.Spent:
-    """Return the event of a finished group: the `times` of its samples, in their order. `where` is the worker."""
+    """Return the event of a finished group, or of a task without groups: the `times` of its samples, in their order.
+    `where` is the worker."""
     start_s = min(each.start_s for each in times)
     names = tuple(dict.fromkeys(name for each in times for name, _ in each.parts))
     letters = dict(zip(names, ascii_letters))
     return trace.Spent(
         **trace.of(task),
-        groups=(group,),
+        groups=() if group is None else (group,),
         group=where[0],
         worker=where[1],
         names=names,

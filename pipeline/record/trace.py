@@ -163,7 +163,8 @@ class Ran(_OfTask, tag="ran", frozen=True, kw_only=True, gc=False):
 
 
 class Spent(_OfTask, tag="spent", frozen=True, kw_only=True, gc=False):
-    """How the time of a finished group's samples was spent; `pipeline.record.spent` reads it.
+    """How the time of a finished group's samples was spent, or of all samples of a task without groups;
+    `pipeline.record.spent` reads it.
 
     `samples` has a text per sample: when it began, and a letter, for one of the `names`, and a length for each part.
     `at_once` is how many samples of the worker are at most in a part at the same time, for parts with such a bound.
@@ -176,6 +177,15 @@ class Spent(_OfTask, tag="spent", frozen=True, kw_only=True, gc=False):
     at_once: dict[str, int] = {}
     start_s: float
     end_s: float
+
+
+class OpenSamples(msgspec.Struct, tag="open", frozen=True, kw_only=True, gc=False):
+    """How many samples of a stage's running tasks are not finished, by the part of their time that they are in. Written
+    when that has changed, at most once a second for each stage."""
+
+    stage: str
+    parts: dict[str, int]
+    at_s: float
 
 
 class Acknowledged(_OfTask, tag="acknowledged", frozen=True, kw_only=True, gc=False):
@@ -337,6 +347,7 @@ TraceEvent = (
     | Put
     | Ran
     | Spent
+    | OpenSamples
     | Acknowledged
     | Trained
     | Retried

@@ -30,6 +30,7 @@ class VirtualReport:
     weights: tuple[int, str] | None = None
     dropped: Mapping[int, str] | None = None
     cancelled: Mapping[int, int] = MappingProxyType({})
+    open: Mapping[str, int] | None = None
     served: int | None = None
     lost: str | None = None
     error = None

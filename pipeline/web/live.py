@@ -10,25 +10,35 @@ It holds only the groups and tasks in flight, so its size does not grow with the
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import msgspec
 
+from pipeline.declare.times import ENVIRONMENT, GENERATE, PROCESS, QUEUE, WORKER
 from pipeline.plan.plan import Plan, PlannedStage
 from pipeline.record import trace
 
 RUNNING, WAITING, READY, IDLE, DONE, FAILED = "running", "waiting", "ready", "idle", "done", "failed"
+DOES = {  # what open episodes do, by the part of their time
+    ENVIRONMENT: "wait for their environment",
+    PROCESS: "wait for a process of their environment",
+    QUEUE: "wait to be sampled",
+    GENERATE: "are sampled",
+    WORKER: "wait for their worker",
+}
 
 
 class StageNow(msgspec.Struct, frozen=True, kw_only=True):
     """A stage. `state` is one of the words above; `why` explains it; `step` is the last step in which it finished a
-    group, or -2; `seconds` is the duration of its tasks in the last step."""
+    group, or -2; `seconds` is the duration of its tasks in the last step; `open` counts its unfinished samples, by the
+    part of their time that they are in, if it reports that."""
 
     state: str
     why: str
     running: int
     step: int
     seconds: float
+    open: dict[str, int]
 
 
 class TaskNow(msgspec.Struct, frozen=True, kw_only=True):
@@ -94,6 +104,7 @@ class Live:
         self._running: dict[int, _LiveTask] = {}
         self._step: dict[str, int] = defaultdict(lambda: -2)
         self._seconds: dict[str, float] = {}
+        self._open: dict[str, dict[str, int]] = {}  # unfinished samples by stage and part, while it runs
         self._ended_step, self._version, self._last_s = -1, -1, 0.0
         self._ended = False
         self._failed: trace.Failed | None = None
@@ -115,6 +126,8 @@ class Live:
             case trace.Put():
                 if self._plan.stage(event.stage).shape == "external":
                     self._behind(event.stage, event.groups)
+            case trace.OpenSamples():
+                self._open[event.stage] = event.parts
             case trace.Started():
                 self.begin()
                 self._ended_step, self._last_s = event.start - 1, event.monotonic_s
@@ -125,7 +138,7 @@ class Live:
                 for group in event.groups:
                     self._done[group], self._given[group] = set(), set()
             case trace.Retried():
-                self._running.pop(event.task, None)
+                self._forget(event.task)
                 for group in event.groups:
                     self._given.get(group, set()).discard(event.stage)
             case trace.Cleared(last=True) | trace.Dropped():
@@ -153,7 +166,12 @@ class Live:
         if running:
             running.left -= set(event.groups)
             if not running.left:
-                del self._running[event.task]
+                self._forget(event.task)
+
+    def _forget(self, number: int) -> None:
+        task = self._running.pop(number, None)
+        if task and all(task.event.stage != other.event.stage for other in self._running.values()):
+            self._open.pop(task.event.stage, None)
 
     def _behind(self, stage: str, groups: Iterable[int]) -> None:
         for group in groups:
@@ -199,6 +217,7 @@ class Live:
             running=running,
             step=self._step[stage.name],
             seconds=self._seconds.get(stage.name, 0.0),
+            open=self._open.get(stage.name, {}) if state == RUNNING else {},
         )
 
     def _state(self, stage: PlannedStage, running: int, over: bool) -> tuple[str, str]:
@@ -207,7 +226,8 @@ class Live:
         if over:
             return (DONE, "done") if self._ended else (IDLE, "stopped with the run")
         if running:
-            return RUNNING, f"{running} tasks" if running > 1 else f"step {self._now_in(stage.name) + 1}"
+            of = f"{running} tasks" if running > 1 else f"step {self._now_in(stage.name) + 1}"
+            return RUNNING, _in_words(self._open.get(stage.name, {})) or of
         missing, ready = self._missing(stage)
         if missing:
             return WAITING, "waits for " + " and ".join(name for name, _ in missing.most_common(2))
@@ -243,3 +263,17 @@ class Live:
             if count:
                 counts[f"{writer}>{reader}"] = count
         return dict(counts)
+
+
+def _in_words(counts: Mapping[str, int]) -> str:
+    """Say what most open episodes do; empty if none are open. Those in a process of their environment and those that
+    wait for one both wait for environments."""
+    counts = {part: count for part, count in counts.items() if count}
+    if not counts:
+        return ""
+    waiting = counts.get(ENVIRONMENT, 0) + counts.get(PROCESS, 0)
+    others = {part: count for part, count in counts.items() if part not in (ENVIRONMENT, PROCESS)}
+    most = max(others, key=lambda part: others[part], default=ENVIRONMENT)
+    if waiting >= others.get(most, 0):
+        most, others[ENVIRONMENT] = ENVIRONMENT, waiting
+    return f"{others[most]} of {sum(counts.values())} episodes {DOES.get(most, most)}"

@@ -57,11 +57,17 @@ class Played:
     end: str
     truncated: bool
     retried: int
+    times: SampleTimes
 
     @property
     def drawn(self) -> int:
         """The tokens that the policy drew."""
         return int((self.versions != INSERTED).sum())
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether machines have failed it, so that it says nothing of the policy."""
+        return self.end.startswith(LOST)
 
 
 class Play:
@@ -90,6 +96,7 @@ class Play:
         self._reply = ""
         self._cut = False  # whether the last reply has no closing token
         self.tokens = 0  # of the response
+        self.is_over = False
 
     async def run(self) -> Played:
         """Play to the end."""
@@ -107,6 +114,7 @@ class Play:
         finally:
             self._doors.leave(self.name)
         await self._attempts.close()
+        self.is_over = True
         return self._made(end)
 
     async def _played(self) -> str:
@@ -165,6 +173,7 @@ class Play:
             end=end,
             truncated=self._cut or end in CUT,
             retried=self._attempts.retried,
+            times=self.times,
         )
 
 

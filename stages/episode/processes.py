@@ -86,6 +86,7 @@ class EnvironmentProcess:
         times = times or SampleTimes()
         times.until(WORKER)
         waiting = self._asked(method, episode, deadline_s, **given)
+        times.during = lambda: PROCESS if waiting.sent_s is None else ENVIRONMENT
         try:
             return await asyncio.wrap_future(waiting.future)
         finally:

@@ -289,6 +289,7 @@ class TurnStage(SamplingStage, ABC):
     async def _run(
         self, backend: Any, columns: Columns, task: Task, context: StageContext
     ) -> AsyncGenerator[Output, None]:
+        from stages.episode.open_episodes import OpenEpisodes
         from stages.episode.play import played_columns
         from stages.episode.turns import EpisodeName
 
@@ -300,6 +301,8 @@ class TurnStage(SamplingStage, ABC):
         turns = self._turns(backend, context, task.version)
         kept = context.shared.get(self._turns_key)
         plays = self.plays(backend, context, turns, names, rows, joins=_joins(context))
+        open_now = context.shared.setdefault((OpenEpisodes, self.name), OpenEpisodes())
+        open_now.add(plays)
         groups = {
             position: asyncio.ensure_future(_all(plays[position * size : (position + 1) * size]))
             for position in range(len(task.groups))
@@ -307,6 +310,8 @@ class TurnStage(SamplingStage, ABC):
         try:
             while groups:
                 await asyncio.wait(groups.values(), timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED)
+                if (counts := open_now.changed()) is not None:
+                    yield Output(open=counts)
                 for position in [position for position in groups if task.groups[position] in context.cancelled]:
                     running = groups.pop(position)
                     running.cancel()
@@ -316,7 +321,8 @@ class TurnStage(SamplingStage, ABC):
                         play.tokens + cut.get(play.name, 0) for play in plays[position * size : (position + 1) * size]
                     )
                     times = {i: plays[i].times for i in range(position * size, (position + 1) * size)}
-                    yield Output(cancelled={position: longest}, times=times)
+                    left = open_now.remove(plays[i] for i in times)
+                    yield Output(cancelled={position: longest}, times=times, open=left)
                 for position in [position for position, running in groups.items() if running.done()]:
                     made = groups.pop(position).result()
                     index = list(range(position * size, (position + 1) * size))
@@ -325,8 +331,12 @@ class TurnStage(SamplingStage, ABC):
                         metrics["turns_found"] = sum(turns.found[names[i]] for i in index) / size
                         metrics["differed"] = sum(names[i] in kept.differed for i in index) / size
                     times = {i: plays[i].times for i in index}
-                    yield Output(columns=columns, metrics=metrics, index=index, times=times, at_once=self.at_once)
+                    left = open_now.remove(plays[i] for i in index)
+                    yield Output(
+                        columns=columns, metrics=metrics, index=index, times=times, at_once=self.at_once, open=left
+                    )
         finally:
+            open_now.remove(plays)
             for running in groups.values():
                 running.cancel()
             await asyncio.gather(*groups.values(), return_exceptions=True)
@@ -358,5 +368,10 @@ def _metrics(made: list[Played]) -> dict[str, float]:
         "truncated": sum(one.truncated for one in made) / count,
         "retried": sum(one.retried for one in made) / count,
     }
+    return metrics | ends(made)
+
+
+def ends(made: Sequence[Played]) -> dict[str, float]:
+    """The fraction of episodes with each kind of end, as metrics."""
     kinds = [one.end.partition(":")[0] for one in made]
-    return metrics | {f"end_{kind}": kinds.count(kind) / count for kind in ENDS}
+    return {f"end_{kind}": kinds.count(kind) / len(made) for kind in ENDS}

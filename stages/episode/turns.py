@@ -97,6 +97,7 @@ class TurnSampler:
         times = times or SampleTimes()
         times.until(WORKER)
         self._asked[episode] = asked = _AskedTurn(turn, asyncio.get_running_loop().create_future())
+        times.during = lambda: QUEUE if asked.begun_s is None else GENERATE
         self._begin()
         try:
             return await asked.future

@@ -194,7 +194,7 @@ def rows_by_sample(outputs: list[Any]) -> dict[str, list[Any]]:
             for name, column in output.columns.items()
         }
         for output in outputs
-        for n, i in enumerate(output.index)
+        for n, i in enumerate(output.index or ())
     }
     return {name: [rows[i][name] for i in sorted(rows)] for name in rows[0]}
 

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from tests.errors.cases_running import trained
 from tests.errors.harness import Case
 
 TOP = """from stages import Deadlines, End, Endpoint, Environment, Episode, Evaluate, Filter
@@ -27,6 +28,12 @@ class Half(Environment):
 """
 LONG = """def long(response_ids: list[int], answer: str) -> float:
     return float(len(response_ids))
+
+
+"""
+CLOSED = """class Closed(Quiz):
+    def open(self, row, draw):
+        raise OSError("there is no room")
 
 
 """
@@ -77,5 +84,14 @@ CASES = [
     replace(episode("turns_trained_as_samples", advantage='Advantage("turn")'), at=("train",)),
     evaluated("evaluation_of_no_episode", "Quiz()"),
     evaluated("evaluation_with_more_than_prompts", "Episode(policy, Other(), on=sampler, turns=2)"),
+    trained(
+        "evaluation_that_loses_all",
+        {
+            "extra": "(Evaluate(policy, task, on=sampler, prompts=2, episode=Episode("
+            "policy, Closed(), on=sampler, tokens=8, turn_tokens=3, retries=0)),)"
+        },
+        at=("extra",),
+        top=TOP + CLOSED,
+    ),
     evaluated("evaluation_of_another_model", "Episode(policy.frozen(), Quiz(), on=sampler)"),
 ]

@@ -148,6 +148,7 @@ STAGES = [
         '__import__("pipeline").Output({"length": __import__("torch").ones(len(columns["prompt"]))}, times={0: None})',
         3,
     ),
+    staged("stage_counts_open_samples", '__import__("pipeline").Output({}, open={"environment": 4})', 3),
     staged("stage_returns_too_few", '{"length": __import__("torch").ones(1)}', 4),
     staged("stage_returns_another_dtype", '{"length": __import__("torch").ones(len(columns["prompt"])).double()}', 4),
     staged("stage_returns_a_list", '{"length": [float(len(text)) for text in columns["prompt"]]}', 4),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from stages import Filter
 from tests.unit.environments import Echo, Faulty, Uneven
 from tests.unit.test_episode import execute, published, run_graph
 from tests.unit.test_episodes_ahead import ages, ahead, assert_closed
+from tests.unit.test_open_episodes import Held, why
+from tests.waiting import until
 
 torch.set_num_threads(1)
 
@@ -37,6 +40,25 @@ def test_a_run_on_ray_is_that_of_one_process(tmp_path: Path, ray_session: Any) -
 
     runs = [execute(tmp_path / "local", run_graph(Echo())), execute(tmp_path / "ray", run_graph(Echo()), RayExecutor())]
     assert published(runs[0]) == published(runs[1]) and len(published(runs[0])) == 3
+
+
+def test_a_view_counts_the_open_episodes_of_all_workers(tmp_path: Path, ray_session: Any) -> None:
+    """Each of two has 4 that are held until the view has said so."""
+    from pipeline.executors.ray import RayExecutor
+
+    gate, folder, said = tmp_path / "gate", tmp_path / "run", []
+
+    def watch() -> None:
+        try:
+            said.append(until(lambda: "8 of 8" in (text := why(folder)) and text, 120.0))
+        finally:
+            gate.touch()
+
+    watching = threading.Thread(target=watch)
+    watching.start()
+    execute(folder, workers(run_graph(Held(str(gate)), steps=1), 2), RayExecutor())
+    watching.join()
+    assert said == ["8 of 8 episodes wait for their environment"] and why(folder) == "done"
 
 
 def differing(response: list[str]) -> bool:

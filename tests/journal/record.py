@@ -62,6 +62,7 @@ _KINDS: dict[str, dict[str, str]] = {
     "spent": {
         **_TASK, "group": "s", "worker": "i", "groups": "I", "names": "S", "samples": "S", "at_once": "d", **_SPAN,
     },
+    "open": {"stage": "s", "parts": "d", "at_s": "f"},
     "acknowledged": {**_TASK, "groups": "I", "at_s": "f"},
     "trained": {
         **_TASK, "worker": "i", "version": "i", "groups": "I", "samples": "I", "oldest": "I", "newest": "I",

@@ -8,10 +8,10 @@ from pipeline.declare.columns import Columns, concat, take
 
 
 def collected(stream: AsyncIterator[Output]) -> list[Output]:
-    """Return all outputs of a stream that runs alone."""
+    """Return the outputs with which a stream that runs alone finishes groups."""
 
     async def collect() -> list[Output]:
-        return [output async for output in stream]
+        return [output async for output in stream if output.columns or output.cancelled]
 
     return asyncio.run(collect())
 

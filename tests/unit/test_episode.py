@@ -33,6 +33,8 @@ from pipeline import (
     Task,
     WorkerGroup,
 )
+from pipeline.analysis.episodes import waits_by_task
+from pipeline.analysis.gaps import gaps
 from pipeline.declare.columns import Ragged
 from pipeline.declare.times import SampleTimes
 from pipeline.engine.driver import Driver
@@ -40,6 +42,7 @@ from pipeline.executors.local import LocalExecutor
 from pipeline.executors.policy_versions import versions_of
 from pipeline.plan.planner import plan
 from pipeline.record import trace
+from pipeline.record.history import Tasks
 from pipeline.rundir import RunDir
 from stages import (
     Advantage,
@@ -47,7 +50,9 @@ from stages import (
     Deadlines,
     Environment,
     Episode,
+    Evaluate,
     Filter,
+    Generated,
     PrevLogprobs,
     Refit,
     Reply,
@@ -90,7 +95,7 @@ class Worker:
         task = Task(number=1, stage=stage.name, step=0, groups=tuple(range(5, 5 + len(texts))), version=0, **changed)
 
         async def collected() -> list[Output]:
-            return [output async for output in run(columns, task)]
+            return [output async for output in run(columns, task) if output.columns or output.cancelled]
 
         return asyncio.run(collected())
 
@@ -281,11 +286,19 @@ def test_only_a_backend_that_samples_in_waves_has_a_queue(joins: bool) -> None:
         times[n].until("worker")
         await turns.sample(episodes[n], NextTurn(torch.zeros(1, dtype=torch.long), 0, 4), times[n])
 
+    async def looks() -> None:
+        for _ in range(20):
+            await asyncio.sleep(0.005)
+            seen.update(one.now for one in times)
+
     async def both() -> None:
-        await asyncio.gather(asks(0), asks(1))
+        await asyncio.gather(asks(0), asks(1), looks())
+
+    seen: set[str] = set()
 
     asyncio.run(both())
     found = [{name: span for name, *span in parts_in([Output(times={0: one})])[0]} for one in times]
+    assert seen == {"worker", "generate"} | ({"queue"} if not joins else set())
     assert ("queue" in found[0]) is not joins and all("generate" in each for each in found)
     if not joins:
         assert found[0]["queue"][1] == found[0]["generate"][0] == found[1]["generate"][0]
@@ -665,6 +678,33 @@ def test_a_run_with_lost_episodes_trains_the_others(tmp_path: Path) -> None:
     ran = {event.task: event for event in events if isinstance(event, trace.Ran)}
     assert all(ran[one.task].start_s <= one.start_s and one.end_s <= ran[one.task].end_s for one in spent)
     assert {len(event.samples) for event in spent} == {2}
+
+
+def test_an_evaluation_leaves_lost_episodes_out(worker: Worker, tmp_path: Path) -> None:
+    """Its times are recorded, as of one group, and what its environments hold up is time of its worker."""
+    graph = run_graph(Echo(), steps=1)
+    trained: Any = graph.stages[0]
+    faulty = Faulty(method="open", mark=str(tmp_path / "mark"), of="r1", sleep_s=0.02)
+    held_out = replace(trained, environment=faulty, retries=0)
+    policy, task, sampler = trained.model, Generated("reverse", digits=2, held_out=20), trained.on
+    stage = Evaluate(policy, task, on=sampler, episode=held_out, reward=height, every=1)
+    graph = replace(graph, stages=(*graph.stages, stage))
+    events = execute(tmp_path / "run", graph)
+    lost = [i for i, (prompt, _) in enumerate(task.held_out_pairs(20)) if prompt.startswith("r1")]
+    ended = [event.metrics for event in events if isinstance(event, trace.StepEnded)]
+    assert len(ended) == 2 and 0 < len(lost) < 20
+    for found in ended:
+        assert found["eval/end_lost"] == len(lost) / 20 and found["eval/end_answered"] == 1 - len(lost) / 20
+        assert found["eval/count"] == 20 - len(lost) and found["eval/height"] > 0 < found["eval/length_mean"]
+    tasks = Tasks(events)
+    spent = [event for each in tasks.spent.values() for event in each if event.stage == "evaluate"]
+    assert [(event.groups, len(event.samples), event.group) for event in spent] == [((), 20, "sampler")] * 2
+    assert all(waits_by_task(tasks)[event.task] for event in spent)
+    found = gaps(plan(graph)[0], tasks, spent[0].start_s, spent[-1].end_s)
+    assert {gap.stage for gap in found if gap.cause == "environment"} >= {"evaluate"}
+    run = replace(stage, episode=replace(held_out, environment=replace(faulty, of=""))).setup(worker.context)
+    with pytest.raises(StageError, match="has lost all of its 20 episodes, 20 of them as lost:open:OSError"):
+        run({}, Task(stage="evaluate", step=0))
 
 
 def test_a_run_that_loses_too_much_ends(tmp_path: Path) -> None:

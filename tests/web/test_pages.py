@@ -271,6 +271,34 @@ def test_a_live_run_is_followed_through_a_reload_to_its_end(browser, tmp_path):
         tab.close()
 
 
+def test_a_node_says_what_its_open_episodes_wait_for(browser, tmp_path):
+    plan, events = simulated(steps=2)
+    begun = 1 + next(n for n, one in enumerate(events) if isinstance(one, trace.Submitted) and one.stage == "rollout")
+    counts = {"environment": 30, "process": 11, "generate": 23}
+    run_dir = written(tmp_path / "live", plan, events[:begun])
+    with serving(tmp_path) as served:
+        tab = browser.new_page()
+        tab.goto(served.address)
+        tab.goto(f"{served.address.partition('?')[0]}#/live/graph")
+        node = tab.locator(".node", has_text="rollout")
+        node.locator("text=▶ step 1").wait_for(timeout=WAIT_MS)
+        append(run_dir, [trace.OpenSamples(stage="rollout", parts=counts, at_s=1.0)])
+        tab.wait_for_selector("[aria-label='rollout: 41 of 64 episodes wait for their environment']", timeout=WAIT_MS)
+        lines = node.locator(".why").all_text_contents()
+        assert lines == ["▶ 41 of 64 episodes wait", "for their environment"]
+        body = node.locator("rect.body").bounding_box()
+        for line in node.locator(".name, .why").all():
+            box = line.bounding_box()
+            assert body["x"] < box["x"] and box["x"] + box["width"] < body["x"] + body["width"]
+            assert body["y"] < box["y"] and box["y"] + box["height"] < body["y"] + body["height"]
+        node.click()
+        card = tab.locator("section[aria-label='Stage rollout']")
+        assert "11 process: waits for a process of its environment" in card.inner_text()
+        append(run_dir, events[begun:])
+        tab.wait_for_selector("[aria-label='rollout: done']", timeout=WAIT_MS)
+        tab.close()
+
+
 def test_a_server_that_comes_back_is_found_again(browser, tmp_path):
     run_of(tmp_path / "run", steps=2)
     with serving(tmp_path) as served:

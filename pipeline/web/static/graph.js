@@ -35,6 +35,13 @@ function curve(points, back) {
   return path;
 }
 
+// A text in one or two lines of so many letters, divided between words.
+function twoLines(text, letters) {
+  if (text.length <= letters) return [text];
+  const at = text.lastIndexOf(" ", letters);
+  return at > 0 ? [text.slice(0, at), fit(text.slice(at + 1), letters)] : [fit(text, letters)];
+}
+
 const fit = (text, letters) => (text.length > letters ? `${text.slice(0, letters - 1)}…` : text);
 
 function Drawing({ run, selected, select }) {
@@ -47,14 +54,16 @@ function Drawing({ run, selected, select }) {
     ${layout.lines.map((line) => html`<${Label} key=${`label ${line.writer}>${line.reader}`} line=${line} lit=${touches(line)} depth=${run.now.depth[`${line.writer}>${line.reader}`] || 0} />`)}
     ${layout.boxes.map((box) => {
       const now = run.now.stages[box.stage];
+      const why = twoLines(`${ICONS[now.state]} ${now.why}`, 27);
+      const lift = 8 * (why.length - 1);
       const press = (event) => (event.key === "Enter" || event.key === " ") && (event.preventDefault(), select(box.stage));
       return html`<g key=${box.stage} class=${`node ${now.state} ${selected === box.stage ? "selected" : ""}`} tabindex="0" role="button"
           aria-pressed=${selected === box.stage} aria-label=${`${box.stage}: ${now.why}`} onClick=${() => select(selected === box.stage ? null : box.stage)} onKeyDown=${press}>
         <rect class="body" x=${box.x} y=${box.y} width=${box.w} height=${box.h} rx="8" />
         <rect x=${box.x + 8} y=${box.y + 12} width="4" height=${box.h - 24} rx="2" style=${{ fill: colourOf(plan, box.stage) }} />
-        <text class="name" x=${box.x + 20} y=${box.y + 26}>${fit(box.stage, 17)}</text>
-        <text class="seconds" x=${box.x + box.w - 12} y=${box.y + 26}>${now.seconds ? seconds(now.seconds) : ""}</text>
-        <text class=${`why ${now.state}`} x=${box.x + 20} y=${box.y + 47}>${ICONS[now.state]} ${fit(now.why, 25)}</text>
+        <text class="name" x=${box.x + 20} y=${box.y + 26 - lift}>${fit(box.stage, 17)}</text>
+        <text class="seconds" x=${box.x + box.w - 12} y=${box.y + 26 - lift}>${now.seconds ? seconds(now.seconds) : ""}</text>
+        ${why.map((line, n) => html`<text key=${n} class=${`why ${now.state}`} x=${box.x + 20} y=${box.y + 47 - lift + 16 * n}>${line}</text>`)}
       </g>`;
     })}
   </svg>`;
@@ -150,7 +159,7 @@ function Stage({ run, name, close }) {
   const served = stage.shape === "transfer" && run.published.length ? run.published[run.published.length - 1] : null;
   return html`<section class="card" aria-label=${`Stage ${name}`}><div class="toolbar"><h2>${name}</h2><span class="grow"></span><button class="button quiet small" onClick=${close}>Close</button></div>
     <dl class="facts">
-      <dt>Now</dt><dd>${now.why}</dd>
+      <dt>Now</dt><dd>${now.why}${Object.entries(now.open || {}).map(([part, count]) => html`<div key=${part} class="dim">${count} ${part}${SAYS[part] ? `: ${SAYS[part]}` : ""}</div>`)}</dd>
       <dt>Last step</dt><dd>${now.step < -1 ? "none yet" : now.step < 0 ? "before the first" : now.step + 1}${now.seconds ? `, ${seconds(now.seconds)}` : ""}</dd>
       ${path !== undefined && html`<dt>On the critical path</dt><dd>${seconds(path)} per step</dd>`}
       ${spare !== undefined && spare !== null && html`<dt>Slack</dt><dd>at least ${seconds(spare)} in every step</dd>`}

@@ -19,7 +19,7 @@ function sentence(steps, values) {
   const mean = (part) => part.reduce((sum, value) => sum + value, 0) / part.length;
   const [first, last] = [mean(reward.slice(0, span)), mean(reward.slice(-span))];
   const noise = Math.sqrt(mean(reward.slice(-span * 3).map((value) => (value - last) ** 2))) / Math.sqrt(span) || 0;
-  const held = Object.keys(values).find((name) => name.startsWith("eval/") && !["eval/count", "eval/length_mean", "eval/truncated"].includes(name));
+  const held = Object.keys(values).find((name) => name.startsWith("eval/") && !/^eval\/(count|length_mean|truncated|end_.*)$/.test(name));
   const known = held ? values[held].filter((value) => value !== null) : [];
   const lost = known.length > 1 && known.at(-1) < known[0];
   const rises = lost ? "Reward rises, but not on held-out prompts" : "It learns";

@@ -54,6 +54,7 @@ class CommandPlace:
         command fails. `times` gets the time of the command."""
         times = times or SampleTimes()
         times.until(WORKER)
+        times.during = lambda: ENVIRONMENT
         try:
             return await asyncio.wrap_future(self.start(method, episode, deadline_s, **given))
         finally:
