@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from pipeline import Graph, Model, Output, Stage, StageContext, Task, WorkerGroup
 from pipeline.declare.columns import Columns, plain_values
 from pipeline.declare.parameters import Rule, at_least, broken, number
+from pipeline.declare.task import ServerAddress
 from pipeline.errors import Problem, shown
 from stages.backends import engine
 from stages.episode.environment import Deadlines, Tool
@@ -143,6 +144,15 @@ class TurnStage(Stage, ABC):
     def at_once(self) -> Mapping[str, int]:
         """The most calls of what answers that run at the same time, by their part of an episode's time, if bounded."""
         return {}
+
+    @property
+    def server(self) -> WorkerGroup | None:
+        """The group whose workers have what answers the policy; None if it is beside the workers that sample."""
+        return None
+
+    def serve(self, context: StageContext, host: str) -> ServerAddress:
+        """Listen on a worker of that group."""
+        raise TypeError(f"{type(self).__name__} is served by no group")
 
     @property
     def bounds(self) -> dict[str, int]:
