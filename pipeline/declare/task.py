@@ -120,8 +120,8 @@ class StageContext:
     are those of the schedule; `run_dir` is None if nothing is recorded. `ranks` are the worker's peers in its group.
     `cancelled` holds the admission numbers of canceled groups; a stream checks it between two tokens. `in_turns` is
     true if other groups compute on the same GPUs, in turns, and keep `beside_bytes` of each, as far as that is known.
-    `servers` has where each worker listens of the group that serves this stage (`pipeline.declare.abilities.HasServer`):
-    from the first task on, and it changes when such a worker is replaced; empty outside a run.
+    `servers` has where each worker of the group that serves this stage listens (see `HasServer`, in
+    `pipeline.declare.abilities`), from the first task on. It changes when one is replaced, and is empty outside a run.
     """
 
     group: WorkerGroup

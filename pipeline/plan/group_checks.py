@@ -105,7 +105,7 @@ def _serving(group: WorkerGroup, graph: Graph, stages: Sequence[Stage]) -> Itera
         (group.backend != PLAIN.name, f"has backend={group.backend!r}", plain, "leave out backend="),
         (group.gpus, f"has {counted(group.gpus, 'GPU')}", plain, "gpus=0"),
         (group.model_parallel != 1, "divides a model over its workers", plain, "workers= alone"),
-        (group.colocated is not None, "has colocated=", plain, "leave out colocated="),
+        (group.colocated is not None, "shares the GPUs of another group", plain, "leave out colocated="),
     ):
         if is_wrong:
             says = f"worker group {group.name!r} serves stage {served.name!r} and {what}"
