@@ -1,9 +1,9 @@
-"""A run on a cluster of two logical nodes, with its environments on the second; processes of theirs are killed meanwhile.
+"""A run on a cluster of two logical nodes, with its environments on the second, where processes are killed meanwhile.
 
 python environments_apart.py FOLDER
 
-Two samplers ask two workers of the group "envs". Once a turn runs in one of their processes, that process is killed, and
-later the worker beside another one. Prints what became of it, as JSON.
+Two samplers ask two workers of the group "envs". Once a turn runs in one of their processes, that process is killed,
+and later the worker beside another one. Prints what became of it, as JSON.
 """
 
 import json

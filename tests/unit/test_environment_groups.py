@@ -257,11 +257,12 @@ def test_a_group_is_shared_by_the_workers_that_sample() -> None:
 
 
 def test_episodes_of_a_worker_that_dies_go_on_elsewhere() -> None:
-    """In the middle of a turn: with the same bits, and without a process of their own."""
-    worker = Worker()
-    wanted = worker.columns(episode(Sleeping(0.5)))
+    """In the middle of a turn: with the same bits, and without a process of their own. Where no run has started the
+    group, as when one episode is played again, its processes are beside the worker."""
+    stage, worker = episode(Sleeping(0.5), environments=ENVS), Worker()
+    wanted = worker.columns(stage)
+    assert isinstance(stage.places(worker.context), Processes)
     worker.close()
-    stage = episode(Sleeping(0.5), environments=ENVS)
     with far(Sleeping(0.5)) as (address, pid, below), served(stage, 1) as worker:
         worker.context.servers.append(address)
         asked = environment_client.ServedPlace.ask
