@@ -1,6 +1,7 @@
 """What episodes cost beside model and tools, what running ahead gains, and how well the simulator foretells it.
 
 python -m benchmarks.episodes [--steps 8] [--groups 32] [--samples 8] [--turns 8] [--mean-s 0.1] [--only sleeping]
+                              [--served]
 
 Each step has 256 episodes of 8 turns. The environment answers after a time of its own (lognormal; the same in all
 arms), as a coroutine that sleeps, in 4 processes. Arms: synchronous, and max_staleness 1 and 2 with refits in flight,
@@ -8,7 +9,7 @@ arms), as a coroutine that sleeps, in 4 processes. Arms: synchronous, and max_st
 waves. The table has the mean seconds of a step after the first, the fractions of an episode task's time in which turns
 were sampled, in which no turn was sampled and an environment worked, and the rest: the overhead; and the seconds of a
 step that the simulator foretells from the record of the synchronous arm. The last row: 1,000 episodes whose turns sleep
-at the same time in 4 processes.
+at the same time in 4 processes; with --served, in those of 4 workers of a group, asked over connections.
 
 Aims: overhead below 3 %; foretold within 15 %.
 """
@@ -22,6 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -59,6 +61,9 @@ from stages import (
     Train,
     TruncatedIS,
 )
+from stages.episode.attempts import Places
+from stages.episode.environment_client import ServedEnvironments
+from stages.episode.environment_server import EnvironmentServer
 from stages.episode.processes import Processes
 
 PROCESSES, TAIL, WARM = 4, 0.8, 2
@@ -179,24 +184,34 @@ def rows_of(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def sleeping() -> dict[str, Any]:
+def sleeping(*, served: bool) -> dict[str, Any]:
     """Seconds that all turns take which sleep at the same time."""
 
-    async def all_of(processes: Processes) -> float:
-        places = [processes.place() for _ in range(PROCESSES)]
-        episodes = [(places[n % PROCESSES], processes.number()) for n in range(SLEEPING)]
+    async def all_of(places: Places) -> float:
+        episodes = []
+        for number in range(SLEEPING):
+            place = places.place()  # the one with the fewest
+            place.episodes.add(number)
+            episodes.append((place, number))
         opened = {"row": {"prompt": "1"}, "seed": (0,)}
         await asyncio.gather(*(place.ask("open", number, 60.0, **opened) for place, number in episodes))
         begun_s = time.monotonic()
         await asyncio.gather(*(place.ask("turn", number, 60.0, reply=Reply("1")) for place, number in episodes))
         return time.monotonic() - begun_s
 
-    processes = Processes(Sleeper(), count=PROCESSES, log=None)
-    try:
-        took_s = asyncio.run(all_of(processes))
-    finally:
-        processes.close()
-    return {"arm": f"{SLEEPING} turns of {SLEEPS_S:g} s in {PROCESSES} processes", "s/step": round(took_s, 3)}
+    with ExitStack() as ends:
+        made: Processes | ServedEnvironments
+        if served:
+            servers = [EnvironmentServer(Processes(Sleeper(), count=1, log=None)) for _ in range(PROCESSES)]
+            for server in servers:
+                ends.callback(server.close)
+            made = ServedEnvironments(Sleeper(), [server.listen("127.0.0.1") for server in servers], first=0)
+        else:
+            made = Processes(Sleeper(), count=PROCESSES, log=None)
+        ends.callback(made.close)
+        took_s = asyncio.run(all_of(made))
+    where = f"{PROCESSES} {'served ' if served else ''}processes"
+    return {"arm": f"{SLEEPING} turns of {SLEEPS_S:g} s in {where}", "s/step": round(took_s, 3)}
 
 
 @dataclass(frozen=True)
@@ -219,6 +234,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=8)
     parser.add_argument("--mean-s", type=float, default=0.1)
     parser.add_argument("--only", choices=("sleeping",))
+    parser.add_argument("--served", action="store_true")
     parser.add_argument("--out", help="write JSON here")
     options = parser.parse_args()
     if options.steps < 5:
@@ -227,7 +243,7 @@ def main() -> None:
     if options.only is None:
         with tempfile.TemporaryDirectory() as folder:
             rows = rows_of(options, Path(folder))
-    rows.append(sleeping())
+    rows.append(sleeping(served=options.served))
     episodes = options.groups * options.samples
     notes = f"{episodes} episodes of {options.turns} turns, whose answers take {options.mean_s:g} s on average."
     if options.only is None:

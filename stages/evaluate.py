@@ -19,6 +19,7 @@ from ops.rewards import exact_match
 from pipeline import Graph, Model, Output, Stage, StageContext, Task, WorkerGroup
 from pipeline.declare.columns import Columns, take
 from pipeline.declare.parameters import at_least, broken
+from pipeline.declare.task import ServerAddress
 from pipeline.declare.work import Decoding, GpuPart, Load
 from pipeline.errors import Problem, StageError, shown
 from stages import images
@@ -95,6 +96,16 @@ class Evaluate(Stage):
     def uses(self) -> tuple[Model, ...]:
         """The served policy."""
         return (self.model,)
+
+    @property
+    def server(self) -> WorkerGroup | None:
+        """The group that has the environments of its episode."""
+        return self.episode.server if isinstance(self.episode, TurnStage) else None
+
+    def serve(self, context: StageContext, host: str) -> ServerAddress:
+        """Listen on a worker of that group."""
+        assert self.episode is not None
+        return self.episode.serve(context, host)
 
     def check(self, graph: Graph) -> Iterable[Problem]:
         """Check the backend, the model, all ranges, and that there are held-out prompts."""

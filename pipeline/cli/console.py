@@ -47,11 +47,12 @@ def print_plan(plan: Plan) -> None:
         out.print(line, markup=False)
     out.print()
     placement = Table("worker group", "backend", "actors", "GPUs", "stages", box=None, padding=(0, 2, 0, 0))
-    for group in plan.groups:
-        placement.add_row(group.name, group.backend, _actors(group), str(group.gpus), " ".join(group.stages))
+    for group in plan.placed:
+        doing = " ".join(group.stages) or f"serves {' '.join(group.serves)}"
+        placement.add_row(group.name, group.backend, _actors(group), str(group.gpus), doing)
     out.print(placement)
     out.print("An actor is one process; the stages of a worker group share its actors. The view shows their nodes.")
-    for group in (group for group in plan.groups if group.python):
+    for group in (group for group in plan.placed if group.python):
         out.print(f"The actors of {group.name} run with {group.python}", markup=False)
     if sharing := [stage.name for stage in plan.stages if stage.sharding and stage.sharding.shares]:
         out.print(

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from pipeline.declare.fields import Field
-from pipeline.declare.task import StageContext
+from pipeline.declare.group import WorkerGroup
+from pipeline.declare.task import ServerAddress, StageContext
 
 if TYPE_CHECKING:
     from pipeline.declare.stage import Stage
@@ -72,6 +73,25 @@ class Replays(Protocol):
     def replayed(self, sample: Mapping[str, Any], context: StageContext, *, live: bool) -> tuple[list[str], bool]:
         """Return lines that say how it went, and whether it went as before. With `live`, a stage that samples does that
         too. `sample` are the kept fields, with its `key`."""
+
+
+@runtime_checkable
+class HasServer(Protocol):
+    """A stage whose workers ask those of another group, `server`, if that is not None: they run no tasks."""
+
+    @property
+    def server(self) -> WorkerGroup | None:
+        """The group."""
+
+    def serve(self, context: StageContext, host: str) -> ServerAddress:
+        """Listen at the address `host`, on each worker of the group. Called again if the address may have changed. What
+        has to end with the worker is in `context.shared`."""
+
+
+def server_of(stage: object) -> WorkerGroup | None:
+    """Return the group that serves a stage, or None."""
+    group = stage.server if isinstance(stage, HasServer) else None
+    return group if isinstance(group, WorkerGroup) else None
 
 
 def stamped_by(stage: object) -> Field | None:

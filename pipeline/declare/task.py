@@ -105,6 +105,14 @@ class Rendezvous(Protocol):
         """Return the payloads of all source ranks (target, carrier). Do not write to arrays: they may be shared."""
 
 
+class ServerAddress(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a worker listens for those that it serves; a connection first proves that it knows the key."""
+
+    host: str
+    port: int
+    key: bytes
+
+
 @dataclass
 class StageContext:
     """The argument of `Stage.setup`, from the worker that runs it.
@@ -115,6 +123,8 @@ class StageContext:
     are those of the schedule; `run_dir` is None if nothing is recorded. `ranks` are the worker's peers in its group.
     `cancelled` holds the admission numbers of canceled groups; a stream checks it between two tokens. `in_turns` is
     true if other groups compute on the same GPUs, in turns, and keep `beside_bytes` of each, as far as that is known.
+    `servers` has where each worker of the group that serves this stage listens (see `HasServer`, in
+    `pipeline.declare.abilities`), from the first task on. It changes when one is replaced, and is empty outside a run.
     """
 
     group: WorkerGroup
@@ -129,3 +139,4 @@ class StageContext:
     in_turns: bool = False
     beside_bytes: float = 0.0
     max_staleness: int = 0
+    servers: list[ServerAddress] = field(default_factory=list)

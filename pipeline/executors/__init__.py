@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -12,7 +12,7 @@ import msgspec
 from pipeline.data_plane import DataPlane
 from pipeline.declare.graph import Graph
 from pipeline.declare.handle import KVBatchMeta, groups_of
-from pipeline.declare.task import Task
+from pipeline.declare.task import ServerAddress, Task
 from pipeline.errors import Problem, StageError
 from pipeline.executors.inputs import SHARD
 from pipeline.executors.outputs import TaskResult
@@ -83,6 +83,15 @@ def shards(stage: PlannedStage, task: Task, meta: KVBatchMeta, replicas: int) ->
         part = meta if shard.index == tuple(range(len(meta))) else meta.reorder(shard.index)
         handles.append(msgspec.structs.replace(part, extra_info=part.extra_info | {SHARD: msgspec.to_builtins(shard)}))
     return handles
+
+
+def by_stage(found: Iterable[Mapping[str, ServerAddress]]) -> dict[str, list[ServerAddress]]:
+    """Return by stage where it is served, as each worker that serves reports it."""
+    servers: dict[str, list[ServerAddress]] = {}
+    for addresses in found:
+        for name, address in addresses.items():
+            servers.setdefault(name, []).append(address)
+    return servers
 
 
 def merged(task: Task, results: Sequence[TaskResult]) -> TaskResult:

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Sequence
+import threading
+from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -16,7 +17,7 @@ from ray import cloudpickle
 
 from pipeline.data_plane.transfer_queue import TransferQueuePlane
 from pipeline.declare.handle import KVBatchMeta
-from pipeline.declare.task import MeetingPlace, Task
+from pipeline.declare.task import MeetingPlace, ServerAddress, Task
 from pipeline.errors import SluiceError
 from pipeline.executors.interface import bind
 from pipeline.executors.meetings import TransferEnd
@@ -26,7 +27,9 @@ from pipeline.precedence import search_last
 from pipeline.record.trace import Placed, Turned
 from pipeline.rundir import RunDir
 
-BEAT, DISK = "beat", "disk"  # actor threads reserved for heartbeats, and for the wait until a checkpoint is written
+# Actor threads reserved for heartbeats and news, for the wait until a checkpoint is written, and for one until the end.
+BEAT, DISK, LIFE = "beat", "disk", "life"
+LOOPBACK = "127.0.0.1"
 
 
 def write_into(log: Path) -> None:
@@ -119,6 +122,11 @@ class Hosted:
     def beat(self) -> None:
         """Answer a heartbeat, whatever the current task does."""
 
+    @ray.method(concurrency_group=BEAT, enable_task_events=False)
+    def found(self, servers: Mapping[str, Sequence[ServerAddress]]) -> None:
+        """Hear where stages of this worker are served, whatever the current task does."""
+        self._worker.found(servers)
+
 
 @ray.remote(concurrency_groups={BEAT: 1, DISK: 1})  # type: ignore[call-overload]
 class Actor(Hosted):
@@ -162,3 +170,17 @@ class StreamActor(Hosted):
 
     def cancel(self, groups: Sequence[int]) -> None:
         self._worker.cancel(groups)
+
+
+@ray.remote(concurrency_groups={BEAT: 1, DISK: 1, LIFE: 1})  # type: ignore[call-overload]
+class ServingActor(Hosted):
+    """A worker that serves the workers of other groups, and runs no task."""
+
+    def serve(self, near: bool) -> dict[str, ServerAddress]:
+        """Listen for them, which are all on this machine if `near`. Returns where, by stage."""
+        return self._worker.serve(LOOPBACK if near else ray.util.get_node_ip_address())
+
+    @ray.method(concurrency_group=LIFE, enable_task_events=False)
+    def live(self) -> None:
+        """Return never: the call fails when this process ends."""
+        threading.Event().wait()

@@ -1,6 +1,7 @@
 """Runs a graph in this process: one worker per worker group, one task at a time, columns in memory.
 
-A group with several workers becomes one worker with the whole batch, which gives the same gradients up to rounding.
+A group with several workers becomes one worker with the whole batch, which gives the same gradients up to rounding;
+only a group that serves others has all of its workers.
 Tasks run in submission order; streams advance when no other task is queued and interleave at their awaits.
 """
 
@@ -22,17 +23,18 @@ from pipeline.declare.handle import KVBatchMeta
 from pipeline.declare.stage import Stage
 from pipeline.declare.task import MeetingPlace, Task
 from pipeline.errors import GraphError, PeerLost
-from pipeline.executors import shards
+from pipeline.executors import by_stage, shards
 from pipeline.executors.meetings import Meetings, TransferEnd
 from pipeline.executors.outputs import TaskResult
 from pipeline.executors.turns import Turns
 from pipeline.executors.worker import Worker, WorkerSettings
 from pipeline.plan.group_checks import one_process_problems
 from pipeline.plan.plan import Plan, PlannedStage
-from pipeline.plan.planner import with_samples, worker_groups
+from pipeline.plan.planner import server_groups, with_samples, worker_groups
 from pipeline.record.trace import Placed
 
 MEETING_DEADLINE_S = 900.0  # of the two sides of a transfer
+LOOPBACK = "127.0.0.1"
 LINGER_S = 0.2  # a stream reports when it ends or awaits; nothing else could run while it computes
 
 
@@ -50,9 +52,10 @@ class LocalExecutor:
         self._reports: list[TaskResult] = []
         self._came = asyncio.Event()
         self._workers: dict[str, Worker] = {}
+        self._servers: list[Worker] = []  # that serve stages, and run none
         self._planned: dict[str, PlannedStage] = {}
         self._stages: dict[str, Stage] = {}
-        self._meetings = Meetings(lambda: "127.0.0.1", deadline_s=MEETING_DEADLINE_S)
+        self._meetings = Meetings(lambda: LOOPBACK, deadline_s=MEETING_DEADLINE_S)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="carrier")
 
     def start(self, graph: Graph, plan: Plan, settings: WorkerSettings, restore: Path | None) -> list[Placed]:
@@ -60,7 +63,7 @@ class LocalExecutor:
         by_name = self._stages = {stage.name: stage for stage in stages}
         self._planned = {stage.name: stage for stage in plan.stages}
         self._turns = Turns(plan, lambda name, awake, room: [self._workers[name].turn(awake, room)])
-        groups = {group.name: group for group in worker_groups(stages, graph.host)}
+        groups = {group.name: group for group in (*worker_groups(stages, graph.host), *server_groups(stages))}
         if problems := tuple(one_process_problems(groups.values())):
             raise GraphError(*problems)
         for placed in plan.groups:
@@ -71,7 +74,15 @@ class LocalExecutor:
             worker.connect(self.plane)
             if restore:
                 worker.restore(restore)
-        return [Placed(group=name, worker=0, node="this process", pid=os.getpid()) for name in self._workers]
+        for placed in plan.servers:
+            self._servers += [Worker(groups[placed.name], rank, (), stages, settings) for rank in range(placed.workers)]
+        servers = by_stage(server.serve(LOOPBACK) for server in self._servers)
+        for worker in self._workers.values():
+            worker.found(servers)
+        return [
+            Placed(group=worker.group.name, worker=worker.rank, node="this process", pid=os.getpid())
+            for worker in (*self._workers.values(), *self._servers)
+        ]
 
     def submit(self, task: Task, meta: KVBatchMeta | None) -> None:
         self._turns.before(self._planned[task.stage])
@@ -177,6 +188,6 @@ class LocalExecutor:
         self._thread.shutdown()
         self._meetings.close()
         self.plane.drain()
-        for worker in self._workers.values():
+        for worker in (*self._workers.values(), *self._servers):
             worker.close()
         self.plane.close()

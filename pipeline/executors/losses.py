@@ -62,6 +62,15 @@ class Losses:
             return TaskResult(task=task, error=error)
         return self._another(task, actor, f"gave up: {error.problems[0].what}")
 
+    def server(self, actor: Any, error: RayError) -> Placed:
+        """Replace a worker that serves others, after this error. Raises SluiceError if that is impossible."""
+        name, rank = self._groups.find(actor)
+        fate = self._heartbeat.fate(actor)
+        if self._restarts[name] == RESTARTS:
+            raise lost("serve others", error, f"; {RESTARTS} others died before it", fate=fate)
+        self._restarts[name] += 1
+        return in_thread(partial(self.replace, name, rank), REPLACE_S, f"replaces {name}.{rank}", self._look)
+
     def _another(self, task: Task, actor: Any, fate: str) -> TaskResult:
         """Return the report of a task whose worker was lost. Replaces the worker."""
         name, rank = self._groups.find(actor)

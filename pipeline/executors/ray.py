@@ -37,7 +37,7 @@ from pipeline.declare.task import Task
 from pipeline.errors import DataPlaneLost, GraphError, PeerLost, StageError, Unfit
 from pipeline.executors import shards
 from pipeline.executors.actor_groups import ActorGroups
-from pipeline.executors.actors import Actor, StreamActor
+from pipeline.executors.actors import Actor, ServingActor, StreamActor
 from pipeline.executors.answers import (
     EXCHANGE_DEADLINE_S,
     SETUP_DEADLINE_S,
@@ -54,13 +54,14 @@ from pipeline.executors.machines import Machines
 from pipeline.executors.outputs import TaskResult
 from pipeline.executors.placement import PlacementGroups, placed_first
 from pipeline.executors.sent import user_folders
+from pipeline.executors.servers import Servers
 from pipeline.executors.storage import StorageUnits, cpus_of, data_plane_cpus, shortages, units_of
 from pipeline.executors.task_calls import Stream, TaskCalls
 from pipeline.executors.transfers import Transfers
 from pipeline.executors.turns import Turns
 from pipeline.executors.worker import WorkerSettings
 from pipeline.plan.plan import PlacedGroup, Plan, PlannedStage
-from pipeline.plan.planner import with_samples, worker_groups
+from pipeline.plan.planner import server_groups, with_samples, worker_groups
 from pipeline.record.trace import Placed, Turned
 
 PLANE_ATTEMPTS = 5
@@ -102,16 +103,17 @@ class RayExecutor:
         self._pending: dict[ray.ObjectRef, TaskCalls] = {}
         self._streams: dict[Any, Stream] = {}  # by the reference of its reports
         self._cleared: dict[str, list[str]] = {}
+        self._replaced: list[Placed] = []  # workers that serve others, since the last report
 
     def start(self, graph: Graph, plan: Plan, settings: WorkerSettings, restore: Path | None) -> list[Placed]:
         folders = user_folders(self._modules)
         settings = replace(settings, folders=tuple(map(str, folders)))
         os.environ.update({key: value for key, value in environment().items() if key not in os.environ})
         stages = with_samples(graph)
-        groups = {group.name: group for group in worker_groups(stages, graph.host)}
+        groups = {group.name: group for group in (*worker_groups(stages, graph.host), *server_groups(stages))}
         check_interpreters(groups.values())
         self._on_start("Ray")
-        needed = cpus_of(plan.groups) + data_plane_cpus(self._storage_units, nodes=1)
+        needed = cpus_of(plan.placed) + data_plane_cpus(self._storage_units, nodes=1)
         self._connection.open(max(int(needed + 0.999), os.cpu_count() or 1, 4), folders)
         units = self._reserve(plan)
         self._planned = {stage.name: stage for stage in plan.stages}
@@ -123,10 +125,10 @@ class RayExecutor:
         blob_of_all = cloudpickle.dumps(tuple(stages))
         setups: dict[str, list[ray.ObjectRef]] = {}
         joins: list[ray.ObjectRef] = []
-        for placed in sorted(plan.groups, key=placed_first):
+        for placed in sorted(plan.placed, key=placed_first):
             hosted = cloudpickle.dumps((groups[placed.name], tuple(by_name[name] for name in placed.stages)))
             streams = any(self._planned[name].shape == "stream" for name in placed.stages)
-            actor: Any = StreamActor if streams else Actor
+            actor: Any = ServingActor if placed.serves else StreamActor if streams else Actor
             group, beside = groups[placed.name], self._groups.actors[placed.colocated] if placed.colocated else ()
             birth = self._placement.place(group, actor, hosted, blob_of_all, settings, beside)
             actors = self._groups.add(placed.name, placed.workers, RankLayout.of(group), birth)
@@ -146,6 +148,8 @@ class RayExecutor:
         for placed_at, replaceable in joined:
             self._groups.replaceable[placed_at.group] = replaceable and not plan.partners(placed_at.group)
             self._groups.placed(placed_at)
+        self._servers = Servers(plan, self._groups)
+        self._servers.announce()
         if restore:
             restored = [actor.restore.remote(restore) for actor in actors]
             self._started(restored, f"restore {restore.name}", lambda: [restore.name])
@@ -153,7 +157,7 @@ class RayExecutor:
         self._watch_machines([placed_at for placed_at, _ in joined])
         self._losses = Losses(
             self._groups, self._transfers, self._heartbeat, self.plane.settings,
-            look=self._look, joined=lambda placed: self._watch_machines([placed]),
+            look=self._look, joined=self._joined,
         )  # fmt: skip
         self._on_start("the first step")
         return [placed_at for placed_at, _ in joined]
@@ -185,17 +189,24 @@ class RayExecutor:
     def wait(self, timeout_s: float) -> list[TaskResult]:
         self._heartbeat.look()
         self._look()
-        waiting = [*self._pending, *self._streams]
+        waiting = [*self._pending, *self._streams, *self._servers.lives]
         if not waiting:
             time.sleep(timeout_s)
             return []
         ready, _ = ray.wait(waiting, num_returns=1, timeout=timeout_s, fetch_local=True)
         if ready:  # everything else that is already there comes along
             ready, _ = ray.wait(waiting, num_returns=len(waiting), timeout=0)
+        for life in [ref for ref in ready if ref in self._servers.lives]:
+            ready.remove(life)
+            try:
+                ray.get(life)
+            except RayError as error:
+                self._replaced.append(self._losses.server(self._servers.died(life), error))
         taken = [self._report(ref) if ref in self._streams else self._result(ref) for ref in ready]
         results = [result for result in taken if result]
         if results:
-            results[0].events[:0] = self._turns.taken()
+            results[0].events[:0] = [*self._turns.taken(), *self._replaced]
+            self._replaced.clear()
         return results
 
     def _all(
@@ -333,6 +344,11 @@ class RayExecutor:
             names += [name] * (name not in names)
         ports = {node["NodeManagerAddress"]: node["NodeManagerPort"] for node in ray.nodes() if node["Alive"]}
         self._machines.watch({address: ports[address] for address in ports.keys() & self._there}, self._there)
+
+    def _joined(self, placed: Placed) -> None:
+        """A worker has taken the place of another one."""
+        self._watch_machines([placed])
+        self._servers.moved(placed)
 
     def _turn(self, name: str, awake: bool, room: int | None) -> list[Turned]:
         """Wake the workers of a group or put them to sleep."""

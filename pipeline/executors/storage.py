@@ -95,7 +95,7 @@ def shortages(plan: Plan, units: StorageUnits | None, nodes: Nodes) -> Iterator[
     """Yield what a run with these units asks for and these nodes do not have: in all, on the driver's node, and on any
     one node."""
     store = units.cpus if units else 0.0
-    for kind, asked in (("GPU", plan.gpus), ("CPU", cpus_of(plan.groups) + store)):
+    for kind, asked in (("GPU", plan.gpus), ("CPU", cpus_of(plan.placed) + store)):
         have = sum(node["Resources"].get(kind, 0.0) for node in nodes if node["Alive"])
         if asked > have:
             yield Problem(
@@ -129,7 +129,7 @@ def _amount(number: float, kind: str) -> str:
 def _too_large(plan: Plan, nodes: Nodes) -> Iterator[Problem]:
     """Yield the worker groups whose workers do not fit on the nodes even if nothing else runs there."""
     alive = [node for node in nodes if node["Alive"]]
-    for group in plan.groups:
+    for group in plan.placed:
         bundle = bundle_of(group.cpus, 0 if group.colocated else group.gpus / group.workers)
         fit = sum(_times(bundle, node["Resources"], group.workers) for node in alive)
         if fit < group.workers and group.name != HOST:

@@ -13,20 +13,20 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from pipeline.data_plane import DataPlane
 from pipeline.data_plane.tensordicts import given
-from pipeline.declare.abilities import Shows, stamps_of
+from pipeline.declare.abilities import HasServer, Shows, server_of, stamps_of
 from pipeline.declare.group import WorkerGroup
 from pipeline.declare.handle import KVBatchMeta
 from pipeline.declare.held import Closes, Saves, Sleeps
 from pipeline.declare.ranks import RankLayout, Ranks, open_store, reach_store
 from pipeline.declare.stage import Stage
-from pipeline.declare.task import Rendezvous, StageContext, Task
+from pipeline.declare.task import Rendezvous, ServerAddress, StageContext, Task
 from pipeline.errors import CALLED, USERS, PeerLost, Problem, SluiceError, StageError, Unfit
 from pipeline.executors import returned
 from pipeline.executors.failures import Failures
@@ -86,6 +86,7 @@ class Worker:
         self._begun_s: dict[int, float] = {}  # by task number: transfers that are offered and not yet carried
         self._runners: dict[str, Any] = {}
         self._shared: dict[Any, Any] = {}
+        self._servers: dict[str, list[ServerAddress]] = {}  # by stage
         self._plane: DataPlane | None = None
         self._counted: Counter[str] = Counter()  # what was reported of the plane's counts
         self._store: Any = None
@@ -111,7 +112,39 @@ class Worker:
         """Build the runners. Loads models."""
         if error := self._other_directory():
             return error
-        context = StageContext(
+        context = self._context()
+        for stage in self.stages.values():
+            own = replace(context, servers=self._servers.setdefault(stage.name, []))
+            try:
+                with self._original.only(stage.name):
+                    made = stage.setup(own)
+                self._runners[stage.name] = returned.runner(stage, made)
+                self._keep_vocabulary(stage, context)
+            except CALLED as error:
+                return self._failures.of(stage, error, "setup failed")
+        return None
+
+    def serve(self, host: str) -> dict[str, ServerAddress]:
+        """Listen at the address `host` for the stages that this group serves. Returns where, by stage. Raises
+        SluiceError if that fails."""
+        found = {}
+        for stage in self._all_stages:
+            group = server_of(stage)
+            if isinstance(stage, HasServer) and group is not None and group.name == self.group.name:
+                try:
+                    with self._original.only(stage.name):
+                        found[stage.name] = stage.serve(self._context(), host)
+                except CALLED as error:
+                    raise self._failures.of(stage, error, "cannot be served") from error
+        return found
+
+    def found(self, servers: Mapping[str, Sequence[ServerAddress]]) -> None:
+        """Let the stages of this worker know where those listen that serve them."""
+        for name in self.stages.keys() & servers.keys():
+            self._servers[name][:] = servers[name]
+
+    def _context(self) -> StageContext:
+        return StageContext(
             group=self.group,
             rank=self.rank,
             seed=self.settings.seed,
@@ -125,15 +158,6 @@ class Worker:
             beside_bytes=self.settings.beside.get(self.group.name, 0.0),
             max_staleness=self.settings.max_staleness,
         )
-        for stage in self.stages.values():
-            try:
-                with self._original.only(stage.name):
-                    made = stage.setup(context)
-                self._runners[stage.name] = returned.runner(stage, made)
-                self._keep_vocabulary(stage, context)
-            except CALLED as error:
-                return self._failures.of(stage, error, "setup failed")
-        return None
 
     def _other_directory(self) -> SluiceError | None:
         """Return the error if this worker does not see the driver's run directory: what it saved would be lost."""

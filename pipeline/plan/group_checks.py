@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import lcm
 
 from pipeline.declare import interpreter
+from pipeline.declare.abilities import server_of
 from pipeline.declare.backend import PLAIN
 from pipeline.declare.graph import Graph
 from pipeline.declare.group import CACHES, WEIGHTS, Model, WorkerGroup
@@ -56,7 +57,8 @@ _RULES = (
 def group_problems(graph: Graph, stages: Sequence[Stage], gpus: int | None) -> Iterator[Problem]:
     """Yield the problems of each group, and of the resources of all groups together."""
     groups: dict[str, WorkerGroup] = {}
-    for group in (graph.host, *(group for stage in stages for group in stage.groups())):
+    serving = {group.name: group for stage in stages if (group := server_of(stage))}
+    for group in (graph.host, *(group for stage in stages for group in stage.groups()), *serving.values()):
         known = groups.setdefault(group.name, group)
         if known != group:
             yield Problem(
@@ -71,6 +73,9 @@ def group_problems(graph: Graph, stages: Sequence[Stage], gpus: int | None) -> I
         yield from wrong
         usable += [] if wrong else [group]
     for group in usable:
+        if group.name in serving:
+            yield from _serving(group, graph, stages)
+            continue
         for what, why, fix in (*_division(group, graph.batch), *_formats(group), *_speculation(group)):
             says = f"worker group {group.name!r} has {what}"
             yield Problem(where=str(group.location), what=says, why=why, fix=fix)
@@ -87,6 +92,24 @@ def group_problems(graph: Graph, stages: Sequence[Stage], gpus: int | None) -> I
             why="every group holds its GPUs for the whole run",
             fix="use fewer GPUs per group, or more machines",
         )
+
+
+def _serving(group: WorkerGroup, graph: Graph, stages: Sequence[Stage]) -> Iterator[Problem]:
+    """Yield what a group that serves stages has and cannot: its workers wait for others, and compute with no model."""
+    served = next(stage for stage in stages if (server := server_of(stage)) and server.name == group.name)
+    homes = {stage.name: stage.groups() or (graph.host,) for stage in stages}
+    runs = [name for name, home in homes.items() if group.name in {one.name for one in home}]
+    alone, plain = "its workers wait for those of that stage", "its workers compute with no model"
+    for is_wrong, what, why, fix in (
+        (runs, f"runs stage {next(iter(runs), '')!r}", alone, "a WorkerGroup of its own for one of them"),
+        (group.backend != PLAIN.name, f"has backend={group.backend!r}", plain, "leave out backend="),
+        (group.gpus, f"has {counted(group.gpus, 'GPU')}", plain, "gpus=0"),
+        (group.model_parallel != 1, "divides a model over its workers", plain, "workers= alone"),
+        (group.colocated is not None, "shares the GPUs of another group", plain, "leave out colocated="),
+    ):
+        if is_wrong:
+            says = f"worker group {group.name!r} serves stage {served.name!r} and {what}"
+            yield Problem(where=str(group.location), what=says, why=why, fix=fix)
 
 
 def _formats(group: WorkerGroup) -> Iterator[tuple[str, str, str]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from pipeline.declare.abilities import server_of
 from pipeline.declare.fields import Field
 from pipeline.declare.graph import Graph
 from pipeline.declare.group import HOST, WorkerGroup
@@ -48,7 +49,7 @@ def reserved(graph: Graph, stages: Sequence[Stage]) -> Iterator[Problem]:
             if field.name in FIELDS:
                 what = f"stage {stage.name!r} writes a field named {field.name!r}"
                 yield Problem(where=where, what=what, why=FIELDS[field.name], fix="choose another name")
-    groups = [group for stage in stages for group in stage.groups() if isinstance(group, WorkerGroup)]
+    groups = [group for stage in stages for group in _all_groups(stage) if isinstance(group, WorkerGroup)]
     for group in {id(group): group for group in groups}.values():
         if group.name == HOST != graph.host.name:
             yield Problem(
@@ -70,7 +71,7 @@ def written(stage: Stage) -> list[Field]:
 
 def too_long(graph: Graph, stages: Sequence[Stage]) -> Iterator[Problem]:
     """Yield a problem for each name of a stage or worker group that is too long to show it in other problems."""
-    groups = [group for stage in stages for group in stage.groups()]
+    groups = [group for stage in stages for group in _all_groups(stage)]
     known: dict[int, object] = {id(one): one for one in (*stages, graph.host, *groups)}
     for one in known.values():
         if isinstance(one, Stage | WorkerGroup) and isinstance(one.name, str) and len(one.name) > LONGEST:
@@ -81,6 +82,12 @@ def too_long(graph: Graph, stages: Sequence[Stage]) -> Iterator[Problem]:
                 why="it is part of the names of files",
                 fix=f"use letters, digits, '-' and '_', at most {LONGEST}",
             )
+
+
+def _all_groups(stage: Stage) -> list[WorkerGroup]:
+    """Return the groups that a stage names: it runs on them, or one serves it."""
+    server = server_of(stage)
+    return [*stage.groups(), *([server] if server else [])]
 
 
 def is_name(value: object) -> bool:

@@ -104,7 +104,8 @@ class Partition(msgspec.Struct, frozen=True, kw_only=True):
 class PlacedGroup(msgspec.Struct, frozen=True, kw_only=True):
     """A worker group and its stages. `workers` is the number of processes, `model_parallel` that of one replica;
     `colocated` is the group whose GPUs it shares; `leads`: each process allocates its share of GPU memory at once.
-    `python` is the absolute path of its interpreter, if it is not the driver's."""
+    `python` is the absolute path of its interpreter, if it is not the driver's. A group that `serves` stages runs none.
+    """
 
     name: str
     backend: str
@@ -117,6 +118,7 @@ class PlacedGroup(msgspec.Struct, frozen=True, kw_only=True):
     colocated: str | None = None
     leads: bool = False
     python: str | None = None
+    serves: tuple[str, ...] = ()
 
     @property
     def replicas(self) -> int:
@@ -151,6 +153,12 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     pool: tuple[str, ...] = ()
     partitions: tuple[Partition, ...] = ()
     capacity_bytes: int | None = None
+    servers: tuple[PlacedGroup, ...] = ()
+
+    @property
+    def placed(self) -> tuple[PlacedGroup, ...]:
+        """All groups that have workers: those that run stages, and those that serve them."""
+        return (*self.groups, *self.servers)
 
     @property
     def layers(self) -> list[list[PlannedStage]]:
@@ -165,7 +173,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     def partners(self, name: str) -> tuple[str, ...]:
         """Return the other worker groups on the same GPUs, which take turns with this one."""
-        home = {group.name: group.colocated or group.name for group in self.groups}
+        home = {group.name: group.colocated or group.name for group in self.placed}
         return tuple(other for other in home if other != name and home[other] == home[name])
 
     @property

@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 import networkx as nx
+from msgspec.structs import replace
 
-from pipeline.declare.abilities import run_of, shown_by, stamped_by
+from pipeline.declare.abilities import run_of, server_of, shown_by, stamped_by
 from pipeline.declare.fields import Field
 from pipeline.declare.graph import Graph
 from pipeline.declare.group import WorkerGroup
@@ -42,6 +43,11 @@ def worker_groups(stages: Sequence[Stage], host: WorkerGroup) -> list[WorkerGrou
     """Return the distinct worker groups of `stages`, in order of first use; the host group last."""
     named = {group.name: group for stage in stages for group in stage.groups()}
     return [*named.values(), *([host] if host.name not in named else [])]
+
+
+def server_groups(stages: Sequence[Stage]) -> list[WorkerGroup]:
+    """Return the distinct worker groups that serve `stages`, in order of first use."""
+    return list({group.name: group for stage in stages if (group := server_of(stage))}.values())
 
 
 def sample_fields(stages: Sequence[Stage]) -> list[Field]:
@@ -106,6 +112,7 @@ def _build(graph: Graph, stages: tuple[Stage, ...]) -> Plan:
         gate=gate_of(stages, graph.batch),
         partitions=partitions(graph.name, stages, dag, graph.group_size),
         capacity_bytes=schedule.capacity_bytes,
+        servers=tuple(_serving(group, stages) for group in server_groups(stages)),
     )
     return with_pool(made)
 
@@ -173,6 +180,12 @@ def _placed(group: WorkerGroup, planned: Sequence[PlannedStage]) -> PlacedGroup:
         leads=group.leads,
         python=group.interpreter,
     )
+
+
+def _serving(group: WorkerGroup, stages: Sequence[Stage]) -> PlacedGroup:
+    """Return a worker group that serves some of the stages as the plan describes it."""
+    serves = tuple(stage.name for stage in stages if server_of(stage) == group)
+    return replace(_placed(group, ()), serves=serves)
 
 
 def run_groups(stage: Stage, graph: Graph) -> int | None:

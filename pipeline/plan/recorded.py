@@ -14,7 +14,8 @@ def contradictions(plan: Plan) -> Iterator[str]:
     """Yield what contradicts itself in a plan."""
     stages = [stage.name for stage in plan.stages]
     groups = [group.name for group in plan.groups]
-    for kind, names in (("stage", stages), ("worker group", groups)):
+    placed_groups = [group.name for group in plan.placed]
+    for kind, names in (("stage", stages), ("worker group", placed_groups)):
         yield from (f"it has the {kind} {name!r} twice" for name in dict.fromkeys(names) if names.count(name) > 1)
     for name in ("batch", "group_size", "steps"):
         if not 1 <= getattr(plan, name) <= LARGEST:
@@ -22,7 +23,7 @@ def contradictions(plan: Plan) -> Iterator[str]:
     for name in ("max_staleness", "ahead", "capacity", "checkpoint_every"):
         if not 0 <= getattr(plan, name) <= LARGEST:
             yield f"its {name} is {getattr(plan, name)}"
-    for group in plan.groups:
+    for group in plan.placed:
         if not (0 <= group.workers <= LARGEST and 1 <= group.model_parallel <= max(1, group.workers)):
             yield f"group {group.name!r} has {group.workers} workers, {group.model_parallel} for one model"
     for stage in plan.stages:
@@ -36,8 +37,8 @@ def contradictions(plan: Plan) -> Iterator[str]:
         yield from _unknown("stage", (fence.before, fence.after), stages, "a fence")
     for lifetime in plan.lifetimes:
         yield from _unknown("stage", (lifetime.writer, *lifetime.readers), stages, f"the field {lifetime.field!r}")
-    for placed in plan.groups:
-        yield from _unknown("stage", placed.stages, stages, f"group {placed.name!r}")
+    for placed in plan.placed:
+        yield from _unknown("stage", (*placed.stages, *placed.serves), stages, f"group {placed.name!r}")
     fields = set(chain.from_iterable(stage.writes for stage in plan.stages))
     for stage in plan.stages:
         yield from _unknown("group", stage.groups, groups, f"stage {stage.name!r}")

@@ -1,8 +1,8 @@
 """One episode in its environment: calls with deadlines, repeated in a fresh process if they fail. Knows no tokens.
 
 Draws are repeated, so a failure at the same turn of a fresh environment is the policy's doing, and one that does not
-come again was the machine's. What the policy caused is an end like others, `failed:<turn>:<kind>`; an episode that
-fails otherwise, more than `retries` times, is lost.
+come again was the machine's, as is the loss of the worker beside it. What the policy caused is an end like others,
+`failed:<turn>:<kind>`; an episode that fails otherwise, more than `retries` times, is lost.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from pipeline.declare.times import SampleTimes
 from stages.episode.environment import Deadlines, End, Messages, Reply, Said
 from stages.episode.frames import HostAnswer
-from stages.episode.processes import EnvironmentFailedError
+from stages.episode.processes import EnvironmentFailedError, PlaceLostError
 from stages.vocabulary import LOST
 
 
@@ -81,6 +81,7 @@ class Attempts:
         self._deadlines, self._left, self._times = deadlines, retries, times
         self._place: EnvironmentPlace | None = None
         self._own = False  # whether the process is this episode's alone
+        self._failed = False  # whether an environment has, and not only the place where it was
         self._turns: list[tuple[Reply, Messages]] = []  # that were answered
         self._first: Said = ""
         self.tools: Sequence[dict[str, Any]] = ()
@@ -109,7 +110,7 @@ class Attempts:
             try:
                 found = await self._asked_turn(reply)
             except EnvironmentFailedError as error:
-                failures += 1
+                failures += not isinstance(error, PlaceLostError)
                 if failures > 1:  # in a fresh environment, at the same turn
                     await self.close()
                     return End("deadline" if error.kind == "deadline" else f"failed:{len(self._turns)}:{error.kind}")
@@ -142,7 +143,7 @@ class Attempts:
             self._leave(place)
 
     async def _opened(self) -> Said:
-        self._own = self.retried > 0
+        self._own = self._failed
         self._place = self._places.fresh() if self._own else self._places.place()
         self._place.episodes.add(self._number)
         asked = {"row": self._row, "seed": self._seed}
@@ -174,6 +175,7 @@ class Attempts:
             raise EpisodeLostError(error)
         self._left -= 1
         self.retried += 1
+        self._failed = self._failed or not isinstance(error, PlaceLostError)
 
     def _leave(self, place: EnvironmentPlace) -> None:
         """Close the environment without waiting for it."""

@@ -1,4 +1,5 @@
 """What an episode's worker and the processes of its environments say to each other: messages in frames on a socket.
+If these are of a worker group, its worker stands between the two.
 
 A frame is four bytes with the length of what follows, a message in msgpack.
 """
@@ -55,6 +56,22 @@ class HostAnswer(msgspec.Struct, frozen=True, kw_only=True):
     def returned(self) -> Messages | End:
         """The result of `turn`."""
         return End(self.end, self.reward) if self.said is None else Messages(self.said, self.reward)
+
+
+class SentCall(HostCall, frozen=True, kw_only=True):
+    """A call that goes to another worker first, which enforces the deadline. `own`: in a process for this episode
+    alone, which the method "kill" ends."""
+
+    deadline_s: float
+    own: bool = False
+
+
+class SentAnswer(HostAnswer, frozen=True, kw_only=True):
+    """The answer to it, with the seconds that the environment took. `is_loaded`: the error is one of the environment,
+    and not that its process could not load it."""
+
+    took_s: float = 0.0
+    is_loaded: bool = True
 
 
 def framed(message: msgspec.Struct) -> bytes:

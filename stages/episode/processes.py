@@ -17,12 +17,11 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from pipeline import StageError
 from pipeline.declare.times import ENVIRONMENT, PROCESS, WORKER, SampleTimes
@@ -32,11 +31,11 @@ from stages.episode.companion import companion, import_path
 from stages.episode.environment import METHODS, Environment, plain_methods
 from stages.episode.frames import HostAnswer, HostCall, Opening, framed, frames
 from stages.episode.host import NOT_LOADED, READY
+from stages.episode.loop_thread import LoopThread
 from stages.pickling import pickled
 
 START_S = 60.0  # for a process, and the environment's modules
 CLOSE_S = 5.0  # until what a killed process leaves is closed
-T = TypeVar("T")
 
 
 class EnvironmentFailedError(Exception):
@@ -45,6 +44,13 @@ class EnvironmentFailedError(Exception):
     def __init__(self, method: str, kind: str, text: str = "") -> None:
         super().__init__(f"{method}: {kind}: {text}")
         self.method, self.kind, self.text = method, kind, text
+
+
+class PlaceLostError(EnvironmentFailedError):
+    """The worker beside an environment is gone, or cannot be reached: the environment itself has not failed."""
+
+    def __init__(self, method: str) -> None:
+        super().__init__(method, "unreachable")
 
 
 @dataclass
@@ -75,7 +81,7 @@ class EnvironmentProcess:
         with processes.log(name) as log:
             self._process, ours = companion("stages.episode.host", stdout=log, stderr=log)
         self._opening = framed(Opening(processes.pickled, import_path()))
-        self.serving = processes.run(self._serve(ours))
+        self.serving = processes.loop.run(self._serve(ours))
 
     async def ask(
         self, method: str, episode: int, deadline_s: float, times: SampleTimes | None = None, **given: Any
@@ -100,7 +106,7 @@ class EnvironmentProcess:
     def _asked(self, method: str, episode: int, deadline_s: float, **given: Any) -> _Waiting:
         call = HostCall(number=next(self._numbers), episode=episode, method=method, **given)
         waiting = _Waiting(call, deadline_s, Future())
-        self._processes.soon(self._add, waiting)
+        self._processes.loop.soon(self._add, waiting)
         return waiting
 
     def kill(self) -> None:
@@ -208,17 +214,7 @@ class Processes:
         self._places: list[EnvironmentProcess] = []
         self._all: set[EnvironmentProcess] = set()  # that live, those of one episode too
         self._lock = threading.Lock()
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True, name="environments")
-        self._thread.start()
-
-    def run(self, coroutine: Coroutine[Any, Any, T]) -> Any:
-        """Run a coroutine in the loop of these processes. Returns its concurrent future."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-
-    def soon(self, function: Callable[..., None], *given: Any) -> None:
-        """Call a function in the loop of these processes."""
-        self._loop.call_soon_threadsafe(function, *given)
+        self.loop = LoopThread("environments")
 
     def log(self, name: str) -> Any:
         """The file for what a process prints."""
@@ -250,7 +246,7 @@ class Processes:
         """What to raise if a process died that was to run this method: StageError if it could not load the
         environment."""
         if self.unusable:
-            return StageError(_not_loaded(*self.unusable))
+            return StageError(not_loaded(*self.unusable))
         return EnvironmentFailedError(method, "died")
 
     def forget(self, place: EnvironmentProcess) -> None:
@@ -263,10 +259,7 @@ class Processes:
             place.kill()
             with suppress(TimeoutError):
                 place.serving.result(CLOSE_S)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(CLOSE_S)
-        if not self._thread.is_alive():
-            self._loop.close()
+        self.loop.close()
 
     def _start(self) -> EnvironmentProcess:
         made = EnvironmentProcess(self, f"{self._name}-{next(self._made)}")
@@ -274,7 +267,8 @@ class Processes:
         return made
 
 
-def _not_loaded(kind: str, text: str) -> Problem:
+def not_loaded(kind: str, text: str) -> Problem:
+    """Return the problem of an environment that raised this when its process loaded it."""
     return Problem(
         where="environment",
         what=f"it cannot be loaded in a process of its own: {kind}: {text}",

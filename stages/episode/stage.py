@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from pipeline import Graph, StageContext
-from pipeline.declare.parameters import at_least, broken, truth
+from pipeline import Graph, StageContext, WorkerGroup
+from pipeline.declare.parameters import Rule, broken, is_whole, truth
+from pipeline.declare.task import ServerAddress
 from pipeline.declare.times import ENVIRONMENT
 from pipeline.errors import Problem, shown
 from stages.episode.environment import Environment, Tool, plain_methods
@@ -19,9 +20,17 @@ from stages.episode.turn_stage import TurnStage
 
 if TYPE_CHECKING:
     from stages.episode.attempts import Places
+    from stages.episode.environment_client import ServedEnvironments
+    from stages.episode.environment_server import EnvironmentServer
+    from stages.episode.processes import Processes
 
 _RULES = (
-    at_least("environments", 1, why="environments must be a whole number of processes, 1 or more", fix=4),
+    Rule(
+        "environments",
+        lambda value: isinstance(value, WorkerGroup) or is_whole(value, 1),
+        "environments must be a whole number of processes, 1 or more, or a WorkerGroup",
+        "environments=4",
+    ),
     truth("chat", fix=False),
 )
 
@@ -38,7 +47,8 @@ class Episode(TurnStage):
     renderer      with `chat`: the family of models ("qwen3") of the library renderers that writes messages, in the
                   place of the chat template. It changes no earlier turns; a reply that is closed within a thought ends
                   the episode with `end="failed:<turn>:malformed"` if more is said
-    environments  processes of the environment per worker; coroutines of one process run at the same time
+    environments  processes of the environment per worker; or WorkerGroup("envs", workers=16), each of whose workers has
+                  one process, for all workers that sample. Coroutines of one process run at the same time
     deadlines     of the environment's methods, and of an episode; `end="deadline"`
     retries       new environments after one that failed. Recorded replies are played again; a failure that comes again
                   at the same turn is the policy's, and ends the episode with `end="failed:<turn>:<kind>"`. Without
@@ -55,7 +65,7 @@ class Episode(TurnStage):
     environment: Environment
     _: KW_ONLY
     chat: bool = False
-    environments: int = 4
+    environments: int | WorkerGroup = 4
 
     name = "episode"
 
@@ -76,8 +86,19 @@ class Episode(TurnStage):
 
     @property
     def at_once(self) -> Mapping[str, int]:
-        """A process runs one turn at a time, unless turns are coroutines."""
-        return {ENVIRONMENT: self.environments} if "turn" in plain_methods(self.environment) else {}
+        """A process runs one turn at a time, unless turns are coroutines. Of a group, which all sampling workers share,
+        each counts its share."""
+        if "turn" not in plain_methods(self.environment):
+            return {}
+        if isinstance(self.environments, int):
+            return {ENVIRONMENT: self.environments}
+        sharing = self.on.data_parallel if self.on else 1
+        return {ENVIRONMENT: -(-self.environments.workers // sharing)}
+
+    @property
+    def server(self) -> WorkerGroup | None:
+        """The group that has the environments."""
+        return self.environments if isinstance(self.environments, WorkerGroup) else None
 
     def check(self, graph: Graph) -> Iterable[Problem]:
         """Check the backend, the model, the environment and the parameters."""
@@ -104,14 +125,40 @@ class Episode(TurnStage):
             )
 
     def places(self, context: StageContext) -> Places:
-        """Processes of the environment; those of one worker serve all its stages that have it."""
+        """Processes of the environment, beside this worker or, in a run that has a group for them, there; those of one
+        worker serve all its stages that have it."""
+
+        def beside(log: Path | None, name: str) -> Processes:
+            count = self.environments
+            return self._processes(log, name, count.workers if isinstance(count, WorkerGroup) else count)
+
+        def there(log: Path | None, name: str) -> ServedEnvironments:
+            from stages.episode.environment_client import ServedEnvironments
+
+            return ServedEnvironments(self.environment, context.servers, first=context.rank)
+
+        places: Places = self._on_worker(context, self._key, there if context.servers else beside)
+        return places
+
+    def serve(self, context: StageContext, host: str) -> ServerAddress:
+        """Listen for the workers that sample; a worker of the group has one process of an environment."""
+
+        def made(log: Path | None, name: str) -> EnvironmentServer:
+            from stages.episode.environment_server import EnvironmentServer
+
+            return EnvironmentServer(self._processes(log, name, 1))
+
+        server: EnvironmentServer = self._on_worker(context, self._key, made)
+        return server.listen(host)
+
+    @property
+    def _key(self) -> tuple[Any, ...]:
+        return "environments", id(self.environment), self.server.name if self.server else ""
+
+    def _processes(self, log: Path | None, name: str, count: int) -> Processes:
         from stages.episode.processes import Processes
 
-        def made(log: Path | None, name: str) -> Processes:
-            return Processes(self.environment, count=self.environments, log=log, name=name)
-
-        places: Places = self._on_worker(context, ("environments", id(self.environment)), made)
-        return places
+        return Processes(self.environment, count=count, log=log, name=name)
 
 
 def _is_missing(environment: Environment, method: str) -> bool:

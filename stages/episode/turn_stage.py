@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from pipeline import Graph, Output, Stage, StageContext, Task
 from pipeline.declare.columns import Columns, plain_values
 from pipeline.declare.parameters import Rule, at_least, broken, number
+from pipeline.declare.task import ServerAddress
 from pipeline.declare.version_folders import VersionFolders
 from pipeline.errors import Problem, shown
 from stages.episode.environment import Deadlines, Tool
@@ -131,6 +132,15 @@ class TurnStage(SamplingStage, ABC):
     def at_once(self) -> Mapping[str, int]:
         """The most calls of what answers that run at the same time, by their part of an episode's time, if bounded."""
         return {}
+
+    @property
+    def server(self) -> WorkerGroup | None:
+        """The group whose workers have what answers the policy; None if it is beside the workers that sample."""
+        return None
+
+    def serve(self, context: StageContext, host: str) -> ServerAddress:
+        """Listen on a worker of that group."""
+        raise TypeError(f"{type(self).__name__} is served by no group")
 
     @property
     def bounds(self) -> dict[str, int]:

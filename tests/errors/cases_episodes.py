@@ -69,6 +69,17 @@ CASES = [
     replace(episode("reward_of_all_tokens", reward="Reward(long)"), top=TOP + LONG, at=()),
     episode("episode_of_no_turns", "turns=0"),
     episode("episode_without_processes", "environments=0, retries=-1"),
+    replace(episode("environments_on_the_learner", "environments=learner"), at=("learner",)),
+    replace(
+        episode(
+            "environments_with_gpus",
+            "environments=scorers",
+            reward="Reward(exact_match)",
+            scorers="WorkerGroup('envs', workers=2, gpus=2, tensor_parallel=2, colocated=sampler)",
+        ),
+        at=("scorers",),
+    ),
+    episode("environments_of_no_group", "environments='envs'"),
     episode("renderer_of_texts", "renderer='qwen3'"),
     episode("renderer_that_is_no_name", "renderer=('qwen3',)"),
     episode("deadlines_are_a_number", "deadlines=30"),

@@ -23,7 +23,8 @@ class Planned:
         self.pool = set(plan["pool"])
         self.gate: dict[str, Any] | None = plan["gate"]
         self.stages: dict[str, dict[str, Any]] = {stage["name"]: stage for stage in plan["stages"]}
-        self.worker_groups: dict[str, dict[str, Any]] = {group["name"]: group for group in plan["groups"]}
+        placed = [*plan["groups"], *plan.get("servers", ())]
+        self.worker_groups: dict[str, dict[str, Any]] = {group["name"]: group for group in placed}
         self.fences: list[dict[str, Any]] = plan["fences"]
         self._weights = set(plan["weights_fields"])
         self.writer = {field: stage["name"] for stage in plan["stages"] for field in stage["writes"]}
