@@ -59,7 +59,6 @@ def trainer(wire: Connection, gpu: str, folder: str, rank: int) -> None:
 def measured(options: argparse.Namespace, folder: Path, path: str, gpus: list[str]) -> list[dict[str, float]]:
     """Run all rounds. Returns the parts of each round in milliseconds."""
     from stages.backends.vllm.engine import open_engine
-    from stages.backends.vllm.running import RunningRequests
 
     context = multiprocessing.get_context("spawn")
     wire, theirs = context.Pipe()
@@ -70,16 +69,16 @@ def measured(options: argparse.Namespace, folder: Path, path: str, gpus: list[st
     group = WorkerGroup("sampler", backend="vllm", gpus=0 if options.cpu else 1, threads=1, memory=options.memory)
     stage = StageContext(group=group, rank=0, seed=0, group_size=1, run_dir=folder, shared={}, max_staleness=1)
     backend, model = open_engine(stage), Model(path, lora=LoRA(rank=options.rank))
-    backend.client(model)
+    client = backend.client(model)
     prompts = backend.encode(model, ["How long does an adapter take?"] * options.busy) if options.busy else None
-    rounds, running = [], None
+    rounds, running = [], []
     for version in range(WARM + options.timed):
         if prompts is not None:
             draws = Draws(version, tuple(range(options.busy)), (0,) * options.busy)
             requests = backend._requests(model, prompts, Sampling(max_tokens=512), draws, None)
-            previous, running = running, RunningRequests(backend.client(model), requests, options.busy)
-            if previous is not None:
-                previous.give_up(range(options.busy))
+            client.start(client.sample(requests))
+            client.start(client.end(running))
+            running = requests
             time.sleep(0.2)  # until all of them have started
         wire.send(version)
         share, published_s = wire.recv()
@@ -90,8 +89,7 @@ def measured(options: argparse.Namespace, folder: Path, path: str, gpus: list[st
         rounds.append({part: 1e3 * each_s for part, each_s in found.items()})
         rounds[-1] |= {part: record[f"{part}_ms"] for part in PARTS[3:]}
         rounds[-1] |= {"size_bytes": float(share.model_bytes), "lookups": record["lookups"]}
-    if running is not None:
-        running.close()
+    client.start(client.end(running))
     wire.send(None)
     backend.close()
     return rounds

@@ -17,7 +17,7 @@ from ops.refit.share import digest_of
 from pipeline import Model, StageError, Task, WorkerGroup
 from pipeline.declare.columns import Ragged
 from stages import Episode, Rollout
-from stages.backends import Cancelled, Decoded, Draws, Generation, Sampling
+from stages.backends import Cancelled, Decoded, Draws, Generation, Sampling, part
 from stages.backends.torch.engine import TorchEngine
 from stages.backends.vllm.limits import problems
 from stages.episode.attempts import Attempts
@@ -358,6 +358,52 @@ def test_groups_that_nobody_wants_are_given_up(backend: Any, model: Model) -> No
     assert gone[1] < gone[3]
     assert {group for event in events if isinstance(event, Decoded) for group in event.groups} == {0, 2}
     assert not backend.client(model)._live
+
+
+def test_streams_wake_when_their_requests_end_and_share_one_timer(backend: Any, model: Model, monkeypatch: Any) -> None:
+    """The timer looks for what nobody wants, here once an hour; an error of that look ends its stream only."""
+    running = importlib.import_module("stages.backends.vllm.running")
+    monkeypatch.setattr(running, "LOOK_S", 3600.0)
+    timers: list[asyncio.TimerHandle] = []
+    call_later = asyncio.BaseEventLoop.call_later
+
+    def kept(self: Any, delay: float, *given: Any, **named: Any) -> asyncio.TimerHandle:
+        made = call_later(self, delay, *given, **named)
+        if delay == running.LOOK_S:
+            timers.append(made)
+        return made
+
+    monkeypatch.setattr(asyncio.BaseEventLoop, "call_later", kept)
+    prompt_ids = prompts(backend, model)
+    asked = [part(prompt_ids, range(4 * group, 4 * group + 4)) for group in GROUPS]
+
+    async def run() -> list[Any]:
+        async with asyncio.timeout(60):
+            return await asyncio.gather(
+                *(
+                    collected(backend.stream(model, ids, PLAIN, tiny.draws((group,)), group_size=4, unwanted=wanted))
+                    for group, ids, wanted in zip((*GROUPS, 4), (*asked, asked[0]), [lambda group: False] * 4 + [fails])
+                ),
+                return_exceptions=True,
+            )
+
+    def fails(group: int) -> bool:
+        raise KeyError("unwanted")
+
+    *made, failed = asyncio.run(run())
+    whole = rows_of(backend.generate(model, prompt_ids, PLAIN, tiny.draws(GROUPS)))
+    assert [row for (event,) in made for row in rows_of(event.made)] == whole
+    assert isinstance(failed, KeyError) and [timer.cancelled() for timer in timers] == [True]
+    assert not backend._streams._watched
+
+
+def test_an_engine_that_is_silent_ends_what_waits_for_it(backend: Any, model: Model, monkeypatch: Any) -> None:
+    monkeypatch.setattr(importlib.import_module("stages.backends.vllm.client"), "STALL_S", -1.0)
+    given = model, prompts(backend, model), replace(PLAIN, max_tokens=900, greedy=True), None
+    with pytest.raises(StageError, match="has been silent for -1 s"):
+        asyncio.run(collected(backend.stream(*given, group_size=4)))
+    with pytest.raises(StageError, match="has been silent for -1 s"):
+        backend.generate(*given)
 
 
 def test_a_stream_that_is_left_ends_its_requests(backend: Any, model: Model) -> None:

@@ -100,6 +100,16 @@ class Client:
             future.cancel()
             raise StageError(self._silent(deadline_s)) from None
 
+    def complete(self, requests: Sequence[Request]) -> None:
+        """Complete requests and wait for them. Raises StageError if the engine has been silent for too long."""
+        future = self.start(self.sample(requests))
+        try:
+            while not wait([future], LOOK_S).done:
+                self.check()
+            future.result()
+        finally:
+            future.cancel()
+
     def longest(self) -> int:
         """Maximum number of tokens of a prompt and its response."""
 

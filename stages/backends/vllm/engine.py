@@ -7,7 +7,6 @@ weights.
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,23 +22,21 @@ from ops.refit.share import Share, layout_of
 from pipeline import Model, StageContext, StageError, WorkerGroup
 from pipeline.declare.columns import Ragged
 from pipeline.errors import Problem
-from stages.backends import PULL, Cancelled, Decoded, Draws, Generation, Route, Sampling, ServedWeights, samples_of
+from stages.backends import PULL, Cancelled, Decoded, Draws, Generation, Route, Sampling, ServedWeights
 from stages.backends.model.folder import model_folder
 from stages.backends.model.quantized_folder import quantized_folder
 from stages.backends.model.text import Tokenizers
 from stages.backends.refit.target import check_same
 from stages.backends.vllm import environment, processes
 from stages.backends.vllm.limits import cache_problems, quantized_problems
-from stages.backends.vllm.running import RunningRequests
+from stages.backends.vllm.running import RunningStreams
 from stages.backends.vllm.weights import VersionShares, expected
 from stages.model_shape import positions, sparse_layers
 from stages.routes import mixture_problems, replays
 
 if TYPE_CHECKING:
     from stages.backends.vllm.client import Client
-    from stages.backends.vllm.requests import Lot, Request
-
-LOOK_S = 0.02  # between two polls for finished samples and canceled groups
+    from stages.backends.vllm.requests import Request
 
 
 def open_engine(context: StageContext) -> VllmEngine:
@@ -84,6 +81,7 @@ class VllmEngine(Tokenizers):
         self._started: StartedEngine | None = None
         self._version: int | None = None  # of the weights loaded by `serve`
         self._names = itertools.count()
+        self._streams = RunningStreams()
 
     def load(self, model: Model) -> None:
         """Start the model's engine. Raises StageError if it cannot start, and for a second model."""
@@ -125,14 +123,8 @@ class VllmEngine(Tokenizers):
     ) -> Generation:
         """Sample responses from the served copy."""
         requests = self._requests(model, prompt_ids, sampling, draws, images)
-        running = RunningRequests(self.client(model), requests, len(prompt_ids))
-        ended: list[Lot] = []
-        try:
-            while not ended:
-                ended = running.take(LOOK_S)
-        finally:
-            running.close()
-        return _generation(ended[0], 0, self._layers_of(sampling))
+        self.client(model).complete(requests)
+        return _generation(requests, 0, self._layers_of(sampling))
 
     async def stream(
         self,
@@ -148,25 +140,14 @@ class VllmEngine(Tokenizers):
     ) -> AsyncGenerator[Decoded | Cancelled, None]:
         """Sample responses from the served copy; groups arrive in completion order."""
         requests = self._requests(model, prompt_ids, sampling, draws, images)
-        running = RunningRequests(self.client(model), requests, group_size)
-        open_groups = set(range(len(prompt_ids) // group_size))
-        given_up: set[int] = set()
-        try:
-            while open_groups:
-                ended = {lot[0].position // group_size: lot for lot in running.take(0.0)}
-                open_groups -= ended.keys()
-                if lost := sorted(ended.keys() & given_up):
+        with self._streams.of(self.client(model), requests, group_size, unwanted) as running:
+            while running.open:
+                ended = await running.ended()
+                if lost := sorted(ended.keys() & running.given_up):
                     yield Cancelled({group: max(len(request.tokens) for request in ended[group]) for group in lost})
-                if made := tuple(sorted(ended.keys() - given_up)):
+                if made := tuple(sorted(ended.keys() - running.given_up)):
                     lot = [request for group in made for request in ended[group]]
                     yield Decoded(made, _generation(lot, version, self._layers_of(sampling)))
-                for group in sorted(group for group in open_groups - given_up if unwanted(group)):
-                    given_up.add(group)
-                    running.give_up(samples_of([group], group_size))
-                if open_groups:
-                    await asyncio.sleep(LOOK_S)
-        finally:
-            running.close()
 
     def serve(self, model: Model, shares: Sequence[Share], version: int, route: Route = PULL) -> ServedWeights:
         """Load a version into the engine between two tokens. Returns the hash of the loaded weights."""

@@ -1,11 +1,11 @@
-"""A stream of requests that vLLM runs, and the results for its reader."""
+"""A stream of requests that vLLM runs, and the results for its reader, in the loop of whoever reads them."""
 
 from __future__ import annotations
 
 import asyncio
-import queue
-from collections.abc import Sequence
-from contextlib import suppress
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from stages.backends.vllm.requests import Lot, Request
@@ -13,50 +13,110 @@ from stages.backends.vllm.requests import Lot, Request
 if TYPE_CHECKING:
     from stages.backends.vllm.client import Client
 
+LOOK_S = 0.05  # between two looks for lots that nobody wants, and at an engine that may be silent
+
 
 class RunningRequests:
-    """Requests that were submitted together, in lots of `size`; lots are returned in completion order."""
+    """Requests that were submitted together, in lots of `size`; lots are returned in completion order, by their number.
 
-    def __init__(self, client: Client, requests: Sequence[Request], size: int) -> None:
-        self._client, self._requests = client, requests
+    Its reader waits for `ended`, which the thread of the client wakes. `unwanted` says whether a lot is to be given up;
+    whoever made this calls `look` now and then, and `close` at the end.
+    """
+
+    def __init__(self, client: Client, requests: Sequence[Request], size: int, unwanted: Callable[[int], bool]) -> None:
+        self._client, self._unwanted = client, unwanted
         self._lots = [requests[start : start + size] for start in range(0, len(requests), size)]
-        self._ended: queue.SimpleQueue[Lot | BaseException] = queue.SimpleQueue()
+        self.open, self.given_up = set(range(len(self._lots))), set[int]()
+        self._made: deque[int | BaseException] = deque()
+        self._loop, self._news = asyncio.get_running_loop(), asyncio.Event()
         self._future = client.start(self._all())
 
-    def take(self, wait_s: float) -> list[Lot]:
-        """The lots finished since the last call; waits up to `wait_s` for one.
-
-        Raises a request's error, and StageError if the engine has been silent for too long.
-        """
-        self._client.check()
-        found: list[Lot] = []
-        if wait_s and self._ended.empty():
-            with suppress(queue.Empty):
-                self._keep(found, self._ended.get(timeout=wait_s))
-        while not self._ended.empty():
-            self._keep(found, self._ended.get())
+    async def ended(self) -> dict[int, Lot]:
+        """The lots that have ended since the last call; waits for one. Raises a request's error, and StageError if the
+        engine has been silent for too long."""
+        await self._news.wait()
+        self._news.clear()
+        found = {}
+        while self._made:
+            made = self._made.popleft()
+            if isinstance(made, BaseException):
+                raise made
+            found[made] = self._lots[made]
+        self.open -= found.keys()
         return found
 
-    def give_up(self, positions: Sequence[int]) -> None:
-        """Abort these requests; they are returned with the tokens sampled so far."""
-        self._client.start(self._client.end([self._requests[position] for position in positions]))
+    def look(self) -> None:
+        """Abort the lots that nobody wants; they are returned with the tokens sampled so far."""
+        try:
+            self._client.check()
+            if unwanted := {lot for lot in self.open - self.given_up if self._unwanted(lot)}:
+                self.given_up |= unwanted
+                lots = [self._lots[lot] for lot in sorted(unwanted)]
+                self._client.start(self._client.end([request for lot in lots for request in lot]))
+        except Exception as error:  # noqa: BLE001  # raised where the lots are awaited
+            self._add(error)
 
     def close(self) -> None:
         """Stop; requests still running are aborted."""
         self._future.cancel()
 
-    def _keep(self, found: list[Lot], item: Lot | BaseException) -> None:
-        if isinstance(item, BaseException):
-            raise item
-        found.append(item)
-
     async def _all(self) -> None:
-        await asyncio.gather(*(self._one(lot) for lot in self._lots))
+        await asyncio.gather(*(self._one(lot) for lot in range(len(self._lots))))
 
-    async def _one(self, lot: Lot) -> None:
+    async def _one(self, lot: int) -> None:
+        made: int | BaseException = lot
         try:
-            await self._client.sample(lot)
-        except Exception as error:  # noqa: BLE001  # raised in the waiting thread
-            self._ended.put(error)
-        else:
-            self._ended.put(lot)
+            await self._client.sample(self._lots[lot])
+        except Exception as error:  # noqa: BLE001  # raised where the lots are awaited
+            made = error
+        with suppress(RuntimeError):  # the reader's loop has ended
+            self._loop.call_soon_threadsafe(self._add, made)
+
+    def _add(self, made: int | BaseException) -> None:
+        self._made.append(made)
+        self._news.set()
+
+
+class RunningStreams:
+    """The streams of an engine. However many they are, one timer of their loop looks at all of them."""
+
+    def __init__(self) -> None:
+        self._watched: dict[asyncio.AbstractEventLoop, _Watched] = {}
+
+    @contextmanager
+    def of(
+        self, client: Client, requests: Sequence[Request], size: int, unwanted: Callable[[int], bool]
+    ) -> Iterator[RunningRequests]:
+        """Run requests until the context ends."""
+        running, loop = RunningRequests(client, requests, size, unwanted), asyncio.get_running_loop()
+        watched = self._watched.setdefault(loop, _Watched(loop))
+        watched.add(running)
+        try:
+            yield running
+        finally:
+            running.close()
+            watched.remove(running)
+            if not watched.running:
+                self._watched.pop(loop, None)
+
+
+class _Watched:
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop, self.running = loop, set[RunningRequests]()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def add(self, running: RunningRequests) -> None:
+        self.running.add(running)
+        running.look()
+        self._timer = self._timer or self._loop.call_later(LOOK_S, self._look)
+
+    def remove(self, running: RunningRequests) -> None:
+        self.running.discard(running)
+        if not self.running and self._timer:
+            self._timer.cancel()
+            self._timer = None
+
+    def _look(self) -> None:
+        for running in self.running:
+            running.look()
+        self._timer = self._loop.call_later(LOOK_S, self._look)
