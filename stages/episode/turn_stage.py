@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline import Graph, Output, Stage, StageContext, Task
+from pipeline import Graph, Output, Stage, StageContext, Task, WorkerGroup
 from pipeline.declare.columns import Columns, plain_values
 from pipeline.declare.parameters import Rule, at_least, broken, number
 from pipeline.declare.task import ServerAddress

@@ -81,7 +81,7 @@ class RunningStreams:
     """The streams of an engine. However many they are, one timer of their loop looks at all of them."""
 
     def __init__(self) -> None:
-        self._watched: dict[asyncio.AbstractEventLoop, _Watched] = {}
+        self._watched: dict[asyncio.AbstractEventLoop, _LookedAt] = {}
 
     @contextmanager
     def of(
@@ -89,7 +89,7 @@ class RunningStreams:
     ) -> Iterator[RunningRequests]:
         """Run requests until the context ends."""
         running, loop = RunningRequests(client, requests, size, unwanted), asyncio.get_running_loop()
-        watched = self._watched.setdefault(loop, _Watched(loop))
+        watched = self._watched.setdefault(loop, _LookedAt(loop))
         watched.add(running)
         try:
             yield running
@@ -100,7 +100,7 @@ class RunningStreams:
                 self._watched.pop(loop, None)
 
 
-class _Watched:
+class _LookedAt:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop, self.running = loop, set[RunningRequests]()
         self._timer: asyncio.TimerHandle | None = None
