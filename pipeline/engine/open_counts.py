@@ -18,7 +18,7 @@ EVERY_S = 1.0
 
 
 class OpenCounts:
-    """The last counts of each replica that runs a stage. When nothing is open any more, nothing is due: whoever reads
+    """The last counts of each replica that runs a stage. When nothing is open any more, nothing is due: a reader of
     the record sees the tasks end."""
 
     def __init__(self) -> None:

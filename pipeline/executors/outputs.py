@@ -90,7 +90,7 @@ class Outputs:
                 result.cancelled |= {task.groups[position]: tokens for position, tokens in output.cancelled.items()}
             if output.open is not None and self._leads:
                 result.open = returned.open_samples(stage, output.open)
-            if output.columns or not (output.cancelled or output.open is not None):
+            if returned.finishes(output):
                 made.append(self._checked(inputs, output, result))
         if stage.shape == "stream":
             each = (dict.fromkeys(i // size for i in rows) for _, rows in made)

@@ -167,7 +167,9 @@ def _run(graph: Graph, stage: Stage, runner: Any, task: Task, columns: Columns) 
     left = set(task.groups)
     for output in (returned.output(stage, one, graph.all_stages()) for one in outputs):
         left -= {task.groups[position] for position in output.cancelled}
-        if output.cancelled and not output.columns:
+        if output.open is not None:
+            returned.open_samples(stage, output.open)
+        if not returned.finishes(output):
             continue
         index = returned.rows(stage, output, task, len(keys), size)
         returned.check_lengths(stage, columns, output, index, keys)

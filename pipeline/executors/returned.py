@@ -150,6 +150,11 @@ def timed_groups(stage: Stage, output: Output, samples: int, group_size: int) ->
     return list(groups)
 
 
+def finishes(output: Output) -> bool:
+    """Return whether an output finishes samples, and not only cancels groups or counts open samples."""
+    return bool(output.columns) or not (output.cancelled or output.open is not None)
+
+
 def open_samples(stage: Stage, counts: Mapping[str, int]) -> dict[str, int]:
     """Return the counts of unfinished samples by part. Raises StageError unless a stream gives counts of parts."""
     found = dict(counts) if isinstance(counts, Mapping) else {}

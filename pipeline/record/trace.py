@@ -181,7 +181,7 @@ class Spent(_OfTask, tag="spent", frozen=True, kw_only=True, gc=False):
 
 class OpenSamples(msgspec.Struct, tag="open", frozen=True, kw_only=True, gc=False):
     """How many samples of a stage's running tasks are not finished, by the part of their time that they are in. Written
-    when that has changed, at most once a second for each stage."""
+    when that has changed, at most once per second for each stage."""
 
     stage: str
     parts: dict[str, int]

@@ -66,7 +66,7 @@ class Played:
 
     @property
     def is_lost(self) -> bool:
-        """Whether machines have failed it, so that it says nothing of the policy."""
+        """Whether machines have failed it, so that it is no sample of the policy."""
         return self.end.startswith(LOST)
 
 

@@ -16,6 +16,7 @@ import torch
 from ops.refit.share import digest_of
 from pipeline import Model, StageError, Task, WorkerGroup
 from pipeline.declare.columns import Ragged
+from pipeline.declare.held import Closes
 from stages import Episode, Rollout
 from stages.backends import Cancelled, Decoded, Draws, Generation, Sampling, part
 from stages.backends.torch.engine import TorchEngine
@@ -127,7 +128,7 @@ def test_episodes_are_those_of_the_torch_backend(
             )
         finally:
             for held in context.shared.values():
-                if held is not engine:
+                if held is not engine and isinstance(held, Closes):
                     held.close()
     (turns, one, rollout), (same, *_) = found
     assert [len(ends) for ends in turns["turn_ends"]] == [3] * 16
@@ -172,7 +173,8 @@ def test_turns_find_earlier_ones_in_the_cache_until_the_weights_change(
     finally:
         context.shared.pop("engine")
         for held in context.shared.values():
-            held.close()
+            if isinstance(held, Closes):
+                held.close()
     block = backend.client(model)._llm.vllm_config.cache_config.block_size
     ids, ends, versions = made["response_ids"][0], made["turn_ends"][0].tolist(), made["token_versions"][0]
     computed = [len(made["prompt_ids"][0]) + end - 1 for end in ends]  # when the turn has ended

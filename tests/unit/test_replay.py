@@ -51,7 +51,9 @@ def part(value: float, *index: int) -> Output:
 
 
 def test_the_outputs_of_a_stream_become_one() -> None:
-    made = replayed(streaming(part(3.0, 2, 3), part(1.0, 0, 1)))
+    made = replayed(streaming(Output(open={"generate": 4}), part(3.0, 2, 3), part(1.0, 0, 1)))
+    with pytest.raises(StageError, match=r"returned open={'generate': -1}; a stream counts"):
+        replayed(streaming(Output(open={"generate": -1}), part(3.0, 2, 3), part(1.0, 0, 1)))
     assert made.columns["reward"].tolist() == [1.0, 1.0, 3.0, 3.0]  # type: ignore[union-attr]
     assert made.metrics == {"mean": 2.0}
 
