@@ -370,3 +370,22 @@ def test_the_worker_of_the_group_ends_what_is_overdue_or_not_wanted(tmp_path: Pa
 
     with server(environment) as (made, address), client(environment, [address]) as there:
         asyncio.run(run(made, there))
+
+
+def test_a_call_that_is_not_wanted_before_it_was_made_leaves_nothing() -> None:
+    """Of two turns that run one by one, the second one's episode is closed meanwhile."""
+
+    async def unanswered() -> int:
+        return sum("_answer" in repr(task) for task in asyncio.all_tasks())
+
+    async def run(place: Any) -> None:
+        for n in (1, 2):
+            await place.ask("open", n, 20.0, **ROW)
+        for n in (1, 2):
+            place.start("turn", n, 20.0, reply=Reply("1"))
+        place.start("close", 2, 20.0)
+        await place.ask("open", 3, 20.0, **ROW)
+
+    with server(Echo(sleep_s=0.3)) as (made, address), client(Echo(), [address]) as there:
+        asyncio.run(run(there.place()))
+        until(lambda: not made._processes.loop.run(unanswered()).result(5.0), 5.0)
