@@ -88,9 +88,8 @@ class PassesTests:
             why = "programs that a policy writes run in a sandbox only"
             fix = "a machine, or a container, that allows namespaces"
             if self.containers:
-                fix = (
-                    f"a machine where this works: {shlex.join((*self.containers.client, 'run', self.containers.image))}"
-                )
+                client = shlex.join(self.containers.client)
+                fix = f"a machine that has this image, and leave to run it with {client}"
             yield str(error), why, fix
 
     def sandbox(self) -> Sandbox | ContainerSandbox:

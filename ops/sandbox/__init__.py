@@ -114,7 +114,7 @@ class Sandbox:
                     orders.close()
                 written = read_output(process, self.limits, begun_s + self.limits.seconds)
             finally:
-                _kill(process)
+                end_group(process)
             if said := failure.read().decode():
                 raise SandboxError(said)
         return SandboxRun(
@@ -175,8 +175,8 @@ def exit_code(code: int) -> int:
     return 128 - code if 128 < code <= 128 + signal.NSIG else code
 
 
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    """End the sandbox with all that runs in it."""
+def end_group(process: subprocess.Popen[bytes]) -> None:
+    """End a process with all that is in its group or ends with it."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

@@ -15,6 +15,7 @@ import base64
 import os
 import posixpath
 import secrets
+import selectors
 import shlex
 import shutil
 import signal
@@ -26,7 +27,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ops.sandbox import SandboxError, SandboxLimits, SandboxRun, exit_code, read_output
+from ops.sandbox import CHUNK, SandboxError, SandboxLimits, SandboxRun, end_group, exit_code, read_output
 
 FOLDER = "/tmp"  # where a program starts, with its files: each image has it
 NOBODY = "65534:65534"
@@ -119,18 +120,23 @@ class ContainerSandbox:
         ]  # fmt: skip
 
     def _wait(self, process: subprocess.Popen[bytes], name: str) -> None:
-        """Wait until the container is gone."""
+        """Wait until the container is gone. Its client ends once it has written all that it has."""
+        assert process.stdout and process.stderr
+        until_s = time.monotonic() + END_S
         try:
-            process.wait(END_S)
+            with selectors.DefaultSelector() as selector:
+                for stream in (process.stdout, process.stderr):
+                    selector.register(stream, selectors.EVENT_READ)
+                while selector.get_map() and (ready := selector.select(max(0.0, until_s - time.monotonic()))):
+                    for key, _ in ready:
+                        if not os.read(key.fd, CHUNK):
+                            selector.unregister(key.fileobj)
+            process.wait(max(0.0, until_s - time.monotonic()))
         except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
             client = shlex.join(self.containers.client)
             raise SandboxError(f"the container {name} may still run: {client} has not removed it") from None
         finally:
-            for stream in (process.stdout, process.stderr):
-                if stream:
-                    stream.close()
+            end_group(process)
 
 
 def script_of(command: Sequence[str], files: Mapping[str, str], stdin: str, mark: str, limits: SandboxLimits) -> str:

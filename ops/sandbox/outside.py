@@ -2,7 +2,8 @@
 
 Runs the client, the next COUNT words, with the arguments, and ends as it does. A container outlives its client: once
 the descriptor LIFELINE has an end, because the caller closes it or has died, the container NAME is removed. The client
-is never killed before: it could have asked for a container that is not there yet.
+is not killed before: it could have asked for a container that is not there yet. One that somebody else kills leaves
+its container behind, which is removed too.
 """
 
 from __future__ import annotations
@@ -43,15 +44,16 @@ def main() -> int:
     lifeline, name, count = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
     client, arguments = sys.argv[4 : 4 + count], sys.argv[4 + count :]
     process, ended = start([*client, *arguments])
-    if ended not in ready([lifeline, ended]):
-        for _ in range(TIMES):
-            remove(client, name)
-            if ready([ended], AGAIN_S):
-                break
-        else:
-            os.kill(process, signal.SIGKILL)
+    over = ended not in ready([lifeline, ended])
+    for _ in range(TIMES if over else 0):
         remove(client, name)
+        if ready([ended], AGAIN_S):
+            break
+    if not ready([ended], 0.0):
+        os.kill(process, signal.SIGKILL)
     code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+    if over or code < 0:
+        remove(client, name)
     return code if code >= 0 else 128 - code
 
 
