@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import tarfile
+import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -59,10 +60,10 @@ for name, attempt in ATTEMPTS.items():
 
 
 @pytest.fixture(scope="module")
-def podman(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Containers]:
+def podman() -> Iterator[Containers]:
     if shutil.which("podman") is None:
         lacking("podman", "containers need the command podman")
-    store = tmp_path_factory.mktemp("podman")
+    store = tempfile.mkdtemp(prefix="podman-")  # podman refuses the longer paths of pytest
     runtime = ["--runtime=runc"] if shutil.which("runc") else []
     client = ["podman", f"--root={store}/root", f"--runroot={store}/run", "--storage-driver=vfs", *runtime]
     subprocess.run([*client, "import", "-", IMAGE], input=nothing(), check=True, capture_output=True, timeout=60)
@@ -80,6 +81,7 @@ def podman(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Containers]:
         lacking("podman", str(error))
     yield made
     assert names(made) == []
+    shutil.rmtree(store)
 
 
 @pytest.fixture(scope="module")
