@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from typing import Any
 
 from ops.rewards.batched import SampleError
 from ops.sandbox import Sandbox, SandboxError, SandboxLimits, SandboxRun
+from ops.sandbox.containers import Containers, ContainerSandbox
 
 PLACE = "{program}"
 _BLOCK = re.compile(r"```[\w+-]*\n(.*?)```", re.DOTALL)
@@ -40,6 +42,7 @@ class PassesTests:
                  a third of the time. `limits` are then those of all tests of a program together, and one that does not
                  end fails those after it too. For programs in Python, whose `command` ends with the file
     limits       of each run
+    containers   where programs run, instead of a sandbox of Linux namespaces: `Containers(image="python:3.12-slim")`
     all_or_none  1.0 if it passes all tests, else 0.0
     at_once      programs that run at the same time
 
@@ -54,6 +57,7 @@ class PassesTests:
     around: str = PLACE
     forks: bool = False
     limits: SandboxLimits = field(default_factory=SandboxLimits)
+    containers: Containers | None = None
     all_or_none: bool = False
     at_once: int = 2
 
@@ -79,10 +83,18 @@ class PassesTests:
         if found:
             return
         try:
-            Sandbox(self.limits)
+            self.sandbox()
         except (SandboxError, OSError, TypeError, ValueError) as error:
             why = "programs that a policy writes run in a sandbox only"
-            yield str(error), why, "a machine, or a container, that allows namespaces"
+            fix = "a machine, or a container, that allows namespaces"
+            if self.containers:
+                client = shlex.join(self.containers.client)
+                fix = f"a machine that has this image, and leave to run it with {client}"
+            yield str(error), why, fix
+
+    def sandbox(self) -> Sandbox | ContainerSandbox:
+        """Make what runs its programs. Raises SandboxError where the machine allows none."""
+        return self.containers.sandbox(self.limits) if self.containers else Sandbox(self.limits)
 
     def _wrong(self) -> Iterator[tuple[str, str, str]]:
         if not (isinstance(self.at_once, int) and self.at_once >= 1):
@@ -107,7 +119,7 @@ Case = tuple[str, str]  # what a program reads, and what it must print
 
 class _Opened:
     def __init__(self, reward: PassesTests) -> None:
-        self._reward, self._sandbox = reward, Sandbox(reward.limits)
+        self._reward, self._sandbox = reward, reward.sandbox()
         self._threads = ThreadPoolExecutor(reward.at_once)
         self._tests = self._deadlines = self._failures = 0
 

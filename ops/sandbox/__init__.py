@@ -112,50 +112,71 @@ class Sandbox:
                 with suppress(BrokenPipeError):
                     orders.write(marshal.dumps(given))
                     orders.close()
-                output, error, why = self._read(process, begun_s + self.limits.seconds)
+                written = read_output(process, self.limits, begun_s + self.limits.seconds)
             finally:
-                _kill(process)
+                end_group(process)
             if said := failure.read().decode():
                 raise SandboxError(said)
-        code = process.returncode
         return SandboxRun(
-            code=128 - code if 128 < code <= 128 + signal.NSIG else code,  # a signal has ended it
-            output=output.decode(errors="replace"),
-            error=error.decode(errors="replace"),
-            why=why,
+            code=exit_code(process.returncode),
+            output=written.output.decode(errors="replace"),
+            error=written.error.decode(errors="replace"),
+            why=written.why,
             took_s=time.monotonic() - begun_s,
         )
 
-    def _read(self, process: subprocess.Popen[bytes], deadline_s: float) -> tuple[bytes, bytes, str]:
-        """What the program writes until it ends, its deadline or its limit."""
-        assert process.stdout and process.stderr
-        parts: dict[IO[bytes], bytearray] = {process.stdout: bytearray(), process.stderr: bytearray()}
-        why = ""
-        with selectors.DefaultSelector() as selector:
-            for stream in parts:
-                selector.register(stream, selectors.EVENT_READ)
-            while selector.get_map() and not why:
-                ready = selector.select(max(0.0, deadline_s - time.monotonic()))
-                why = "" if ready else "deadline"
-                for key, _ in ready:
-                    written: Any = key.fileobj
-                    made = os.read(written.fileno(), CHUNK)
-                    if not made:
-                        selector.unregister(written)
-                    parts[written] += made
-                    if len(parts[written]) > self.limits.output_bytes:
-                        why = "output"
-        if not why:
-            try:
-                process.wait(max(0.0, deadline_s - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                why = "deadline"
-        made_out, made_err = (bytes(part[: self.limits.output_bytes]) for part in parts.values())
-        return made_out, made_err, why
+
+@dataclass(frozen=True, kw_only=True)
+class SandboxOutput:
+    """What a program wrote until it ended or why it did not, and whether it began."""
+
+    output: bytes
+    error: bytes
+    why: str
+    began: bool
 
 
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    """End the sandbox with all that runs in it."""
+def read_output(
+    process: subprocess.Popen[bytes], limits: SandboxLimits, deadline_s: float, mark: bytes = b""
+) -> SandboxOutput:
+    """Read what a program writes until it ends, its deadline or its limit. If there is a mark, the program begins once
+    its errors have it, and has `limits.seconds` from then on."""
+    assert process.stdout and process.stderr
+    parts: dict[IO[bytes], bytearray] = {process.stdout: bytearray(), process.stderr: bytearray()}
+    why, errors = "", parts[process.stderr]
+    with selectors.DefaultSelector() as selector:
+        for stream in parts:
+            selector.register(stream, selectors.EVENT_READ)
+        while selector.get_map() and not why:
+            ready = selector.select(max(0.0, deadline_s - time.monotonic()))
+            why = "" if ready else "deadline"
+            for key, _ in ready:
+                written: Any = key.fileobj
+                made = os.read(written.fileno(), CHUNK)
+                if not made:
+                    selector.unregister(written)
+                parts[written] += made
+                if mark and mark in errors:
+                    del errors[: errors.index(mark) + len(mark)]
+                    mark, deadline_s = b"", time.monotonic() + limits.seconds
+                if len(parts[written]) > limits.output_bytes:
+                    why = "output"
+    if not why:
+        try:
+            process.wait(max(0.0, deadline_s - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            why = "deadline"
+    made_out, made_err = (bytes(part[: limits.output_bytes]) for part in parts.values())
+    return SandboxOutput(output=made_out, error=made_err, why=why, began=not mark)
+
+
+def exit_code(code: int) -> int:
+    """The exit code of a program, minus the number of a signal that has ended it; from that of what ran it."""
+    return 128 - code if 128 < code <= 128 + signal.NSIG else code
+
+
+def end_group(process: subprocess.Popen[bytes]) -> None:
+    """End a process with all that is in its group or ends with it."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

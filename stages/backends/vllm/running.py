@@ -1,4 +1,4 @@
-"""A stream of requests that vLLM runs, and the results for its reader, in the loop of whoever reads them."""
+"""A stream of requests that vLLM runs, and the results for its reader, in the loop of their reader."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ LOOK_S = 0.05  # between two looks for lots that nobody wants, and at an engine 
 class RunningRequests:
     """Requests that were submitted together, in lots of `size`; lots are returned in completion order, by their number.
 
-    Its reader waits for `ended`, which the thread of the client wakes. `unwanted` says whether a lot is to be given up;
-    whoever made this calls `look` now and then, and `close` at the end.
+    Its reader waits for `ended`, which the thread of the client wakes. `unwanted` says whether a lot is to be given up.
+    `look` has to be called now and then, and `close` at the end; `RunningStreams` does both.
     """
 
     def __init__(self, client: Client, requests: Sequence[Request], size: int, unwanted: Callable[[int], bool]) -> None:
@@ -81,7 +81,7 @@ class RunningStreams:
     """The streams of an engine. However many they are, one timer of their loop looks at all of them."""
 
     def __init__(self) -> None:
-        self._watched: dict[asyncio.AbstractEventLoop, _LookedAt] = {}
+        self._watched: dict[asyncio.AbstractEventLoop, _LoopWatch] = {}
 
     @contextmanager
     def of(
@@ -89,7 +89,7 @@ class RunningStreams:
     ) -> Iterator[RunningRequests]:
         """Run requests until the context ends."""
         running, loop = RunningRequests(client, requests, size, unwanted), asyncio.get_running_loop()
-        watched = self._watched.setdefault(loop, _LookedAt(loop))
+        watched = self._watched.setdefault(loop, _LoopWatch(loop))
         watched.add(running)
         try:
             yield running
@@ -100,7 +100,7 @@ class RunningStreams:
                 self._watched.pop(loop, None)
 
 
-class _LookedAt:
+class _LoopWatch:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop, self.running = loop, set[RunningRequests]()
         self._timer: asyncio.TimerHandle | None = None
