@@ -22,8 +22,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.declare.version_folders import VersionFolders
-
 _OWNERS = 0o700  # the mode of a folder that only its owner can enter
 
 
@@ -122,15 +120,9 @@ class RunDir:
         return self.path / "failures"
 
     @property
-    def turns(self) -> VersionFolders:
-        """The turns of episodes that are in flight, by the version of the weights that sampled them."""
-        return VersionFolders(self.path / "turns")
-
-    def forget_turns(self, done: int) -> None:
-        """Remove the turns of versions that no run goes on with after `done` steps: all but the last two, and that of
-        the last checkpoint."""
-        last = self.checkpoint_steps()[-1:]
-        self.turns.forget(lambda version: version < done - 1 and version not in last)
+    def turns(self) -> Path:
+        """The folders, by policy version, of the turns of episodes that are in flight."""
+        return self.path / "turns"
 
     @property
     def logs(self) -> Path:

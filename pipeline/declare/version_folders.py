@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,3 +28,8 @@ class VersionFolders:
         for version, folder in self.by_version().items():
             if forgets(version):
                 shutil.rmtree(folder, ignore_errors=True)
+
+    def keep_for(self, done: int, saved: Sequence[int]) -> None:
+        """Remove the folders of versions that no run goes on with after `done` steps: all but the last two, and that of
+        the last of the steps with a checkpoint."""
+        self.forget(lambda version: version < done - 1 and version not in saved[-1:])

@@ -17,6 +17,7 @@ import msgspec
 from pipeline.data_plane.outside import publish
 from pipeline.declare.abilities import stamps_of
 from pipeline.declare.graph import Graph
+from pipeline.declare.version_folders import VersionFolders
 from pipeline.engine.checkpoints import Folders
 from pipeline.engine.drops import Drops
 from pipeline.engine.journal import Journal, WallClock
@@ -70,7 +71,8 @@ class Driver:
         watch = Watch(journal, run_dir, stop=graph.schedule.on_divergence == "stop", says=on_divergence)
         listeners = [*([on_step] if on_step else []), watch.take]
         if run_dir:
-            listeners.append(lambda step, metrics: run_dir.forget_turns(step + 1))
+            turns = VersionFolders(run_dir.turns)
+            listeners.append(lambda step, metrics: turns.keep_for(step + 1, run_dir.checkpoint_steps()))
         steps = Numbers(plan, run_dir, start, listeners, self.rows.stored)
         outside = Outside(plan, sample_fields(graph.all_stages()), self.rows.handles, self.rows.stored, executor)
         of = f"run of {plan.name}"
@@ -112,7 +114,7 @@ class Driver:
                 self.plan, start=start, next_group=manifest.next_group, pending=manifest.pending
             )
         if self.run_dir:
-            self.run_dir.turns.forget(lambda version: version != start)
+            VersionFolders(self.run_dir.turns).forget(lambda version: version != start)
             replace(self.run_dir.plan, msgspec.json.format(msgspec.json.encode(self.plan)))
             mark = secrets.token_hex(8)
             replace(self.run_dir.mark, mark.encode())
@@ -151,4 +153,4 @@ class Driver:
 
         self.loop.run(bring_up)
         if self.run_dir and not self.stopped:
-            self.run_dir.turns.forget(lambda version: True)
+            VersionFolders(self.run_dir.turns).forget(lambda version: True)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from pipeline.declare.version_folders import VersionFolders
 from pipeline.rundir import RunDir
 from stages.episode.environment import Messages, Reply
 from stages.episode.frames import HEAD
@@ -43,9 +44,13 @@ def workers(run_dir: RunDir) -> Iterator[Any]:
         worker.close()
 
 
+def turns_of(run_dir: RunDir) -> VersionFolders:
+    return VersionFolders(run_dir.turns)
+
+
 def frames_of(run_dir: RunDir, version: int = 0) -> tuple[Path, list[int]]:
     """The only file of turns, and where its frames end."""
-    (path,) = run_dir.turns.of(version).iterdir()
+    (path,) = turns_of(run_dir).of(version).iterdir()
     content, ends = path.read_bytes(), []
     while not ends or ends[-1] < len(content):
         at = ends[-1] if ends else 0
@@ -103,7 +108,7 @@ def test_turns_of_other_settings_are_not_taken(run_dir: RunDir, workers: Any, ch
 def test_turns_of_another_version_are_not_taken(run_dir: RunDir, workers: Any) -> None:
     stage, worker = episode(Echo()), workers()
     worker.columns(stage)
-    kept = KeptTurns(run_dir.turns, "again", settings_of(worker, stage))
+    kept = KeptTurns(turns_of(run_dir), "again", settings_of(worker, stage))
     first = NextTurn(worker.shared["engine"].encode(stage.model, [TEXTS[0]]).values, 0, 6, 0)
     assert kept.find(0, EpisodeName(5, 0), first) is not None
     assert kept.find(1, EpisodeName(5, 0), first) is None
@@ -116,24 +121,24 @@ def settings_of(worker: Worker, stage: Any) -> Any:
 
 def test_only_what_a_run_can_go_on_with_stays(run_dir: RunDir) -> None:
     """The last two versions, and that of the last checkpoint; a turn of two versions is not kept."""
-    kept, name = KeptTurns(run_dir.turns, "episode", ()), EpisodeName(0, 0)
+    kept, name = KeptTurns(turns_of(run_dir), "episode", ()), EpisodeName(0, 0)
     for version in range(6):
         if version == 2:
             run_dir.checkpoint(version).mkdir()
         kept.keep(name, NextTurn(torch.zeros(1, dtype=torch.long), 0, 4, 0), drawn(version, version))
-        run_dir.forget_turns(version)
+        turns_of(run_dir).keep_for(version, run_dir.checkpoint_steps())
     kept.keep(name, NextTurn(torch.zeros(1, dtype=torch.long), 0, 4, 1), drawn(6, 7))
-    assert sorted(run_dir.turns.by_version()) == [2, 4, 5]
-    run_dir.turns.forget(lambda version: version != 2)
-    assert sorted(run_dir.turns.by_version()) == [2]
+    assert sorted(turns_of(run_dir).by_version()) == [2, 4, 5]
+    turns_of(run_dir).forget(lambda version: version != 2)
+    assert sorted(turns_of(run_dir).by_version()) == [2]
     kept.close()
 
 
 def test_a_full_disk_ends_the_keeping_and_not_the_run(
     run_dir: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    kept, first = KeptTurns(run_dir.turns, "episode", ()), NextTurn(torch.zeros(1, dtype=torch.long), 0, 4, 0)
-    run_dir.turns.path.write_text("in the way")
+    kept, first = KeptTurns(turns_of(run_dir), "episode", ()), NextTurn(torch.zeros(1, dtype=torch.long), 0, 4, 0)
+    run_dir.turns.write_text("in the way")
     for _ in range(2):
         kept.keep(EpisodeName(0, 0), first, drawn(0, 0))
     assert capsys.readouterr().err.count("turns are kept no longer, and a resume samples them again:") == 1
@@ -165,7 +170,7 @@ def test_a_run_that_was_cut_off_in_its_episodes_ends_as_the_whole_one(
     """In the second wave of turns of its second step."""
     graph = run_graph(Echo(), steps=3)
     uncut = execute(tmp_path / "whole", graph)
-    assert not RunDir(tmp_path / "whole").turns.by_version(), "nothing is left of a run that is done"
+    assert not turns_of(RunDir(tmp_path / "whole")).by_version(), "nothing is left of a run that is done"
     sample, asked = TurnSampler.sample, [0]
 
     async def cut_off(turns: Any, *given: Any) -> Any:
@@ -179,7 +184,7 @@ def test_a_run_that_was_cut_off_in_its_episodes_ends_as_the_whole_one(
         patch.setattr(TurnSampler, "sample", cut_off)
         execute(tmp_path / "cut", graph)
     run_dir = RunDir(tmp_path / "cut")
-    assert sorted(run_dir.turns.by_version()) == [0, 1] and run_dir.checkpoint_steps() == [1]
+    assert sorted(turns_of(run_dir).by_version()) == [0, 1] and run_dir.checkpoint_steps() == [1]
     events = execute(run_dir.path, graph, start=1)
     last = {event.step: event.sha256 for event in events if type(event).__name__ == "Published"}
     assert list(last.values()) == published(uncut)
