@@ -14,8 +14,8 @@ import signal
 import sys
 
 AGAIN_S = 0.2  # between two times that it is removed, until its client has ended
-REMOVE_S = 10.0  # for a client to remove it
-TIMES = 200
+REMOVE_S = 30.0  # for a client to remove it
+TIMES = 100
 
 
 def start(command: list[str], *, silent: bool = False) -> tuple[int, int]:
