@@ -1,7 +1,7 @@
 """GSM8K with a calculator on one GPU: `graphs/gsm8k.py --tool` as it comes, with a small model that calls its tool.
 
-python -m benchmarks.gpu.calculator --data FOLDER [--taught-s 150] [--steps 40] [--prompts 32] [--samples 8]
-                                    [--lr 3e-5] [--taught FOLDER] [--only teach] [--cpu] [--out FILE]
+python -m benchmarks.gpu.calculator --data FOLDER [--taught-s 90] [--steps 30] [--prompts 32] [--samples 8]
+                                    [--lr 1e-5] [--taught FOLDER] [--only teach] [--cpu] [--out FILE]
 
 No trained weights are needed: a model of 100 M parameters begins at random and learns the solutions of train.jsonl for
 `--taught-s` seconds, next token by next token. The notes `<<48/2=24>>` that they have for a calculator become calls of
@@ -205,11 +205,11 @@ def trained(options: argparse.Namespace, model: Path, folder: Path) -> dict[str,
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", required=True, help="a folder with train.jsonl and test.jsonl of GSM8K")
-    parser.add_argument("--taught-s", type=float, default=150.0, help="seconds in which the model is taught")
+    parser.add_argument("--taught-s", type=float, default=90.0, help="seconds in which the model is taught")
     parser.add_argument("--taught", help="a folder for the taught model; one that has it is taken as it is")
     parser.add_argument("--only", choices=("teach",), help="teach the model, and end")
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--lr", type=float, default=3e-5, help="learning rate of the recipe")
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--lr", type=float, default=1e-5, help="learning rate of the recipe")
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--samples", type=int, default=8)
     parser.add_argument("--timeout-s", type=float, default=580.0, help="seconds for the recipe")
