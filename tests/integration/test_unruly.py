@@ -22,7 +22,7 @@ from pipeline.plan.planner import plan
 from pipeline.record import trace
 from pipeline.rundir import RunDir
 from stages import ClippedLoss, Deadlines, End, Environment, Filter, Reply, TruncatedIS
-from stages.episode import processes
+from stages.episode import companion
 from stages.episode.play import Play
 from tests.chaos.unruly import AsyncUnruly, Unruly
 from tests.forked import Command
@@ -113,7 +113,7 @@ def test_a_run_with_unruly_environments_is_sound(
     tmp_path: Path, plays: Plays, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if seed >= FEW:
-        monkeypatch.setattr(processes, "subprocess", SimpleNamespace(Popen=forked, DEVNULL=subprocess.DEVNULL))
+        monkeypatch.setattr(companion, "subprocess", SimpleNamespace(Popen=forked, DEVNULL=subprocess.DEVNULL))
     (tmp_path / "notes").mkdir()
     environment, given = settings_of(seed, tmp_path / "notes")
     events = execute(tmp_path / "run", graph(environment, **given))
