@@ -40,11 +40,14 @@ class StreamPart(NamedTuple):
 
 
 class StreamWork(NamedTuple):
-    """A stream's parts in ascending `work_s`, and the `tokens` of each group by position, 0 if unknown."""
+    """A stream's parts in ascending `work_s`, and the `tokens` of each group by position, 0 if unknown. It computes in
+    `rounds`, and before each it waits an equal part of `away_s`, for nobody on its worker."""
 
     parts: list[StreamPart]
     cores: float
     tokens: tuple[int, ...]
+    away_s: float = 0.0
+    rounds: int = 1
 
 
 class StageTimes(Protocol):
@@ -120,7 +123,8 @@ class Recorded(msgspec.Struct, frozen=True, kw_only=True):
 
     `came` holds the groups of a recorded stream by admission number. These finish as recorded; any other group finishes
     like a randomly chosen one of them. `batch` is the number of groups per recorded step; `speed` divides durations.
-    `processes` are those that a worker had for the environments of its episodes, 0 if they bounded nothing.
+    `processes` are those that a worker had for the environments of its episodes, 0 if they bounded nothing. Streams of
+    episodes compute in `rounds`, with `away_s` seconds before them in which environments alone work.
     """
 
     line: LinearFit
@@ -128,6 +132,8 @@ class Recorded(msgspec.Struct, frozen=True, kw_only=True):
     came: Mapping[int, Came] = {}
     speed: float = 1.0
     processes: int = 0
+    away_s: float = 0.0
+    rounds: int = 1
 
     def work(self, task: Task, *, samples: int, tokens: int, seed: int) -> Work:
         line = self.line
@@ -146,7 +152,8 @@ class Recorded(msgspec.Struct, frozen=True, kw_only=True):
         total_s = work.wait_s + work.work_s
         cores = self.line.cores
         parts = [StreamPart(one.fraction * total_s, one.wait_s / self.speed, (i,)) for i, one in enumerate(came)]
-        return StreamWork(merged(parts), cores, tuple(one.tokens for one in came))
+        tokens = tuple(one.tokens for one in came)
+        return StreamWork(merged(parts), cores, tokens, self.away_s / self.speed, self.rounds)
 
     def faster(self, factor: float) -> Recorded:
         return msgspec.structs.replace(self, speed=self.speed * factor)

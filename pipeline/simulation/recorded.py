@@ -14,9 +14,10 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from statistics import median
+from statistics import fmean, median
 from types import MappingProxyType
 
+from pipeline.analysis.episodes import waits_by_task
 from pipeline.plan.plan import Plan, PlannedStage
 from pipeline.record import trace
 from pipeline.record.history import Tasks
@@ -27,6 +28,7 @@ from pipeline.simulation.shares import RecordedStreams, first_end_s, free_second
 
 TOKENS_PAY = 0.8  # a fit by tokens is used if it leaves less than this fraction of the squared error,
 WORTH = 0.01  # and if the relative error without tokens is above this
+MOST_ROUNDS = 16  # of a stream that waits for environments now and then: enough for others to compute meanwhile
 
 
 def fitted(
@@ -99,6 +101,9 @@ def _stream(
     if later_s:  # not known of all tasks of a long record
         ran = [task for task in ran if not later_s.keys().isdisjoint(task.groups)]
         spans = {task.task: spans[task.task] for task in ran}
+    waits = waits_by_task(tasks)
+    if waits.keys() >= spans.keys() and any(waits[n] for n in spans):
+        return _with_environments(plan, tasks, ran, streams, waits, later_s, most), {task.samples for task in ran}
     wholes = {n: streams.within(n, span.end_s) + _later(tasks, n, later_s) for n, span in spans.items()}
     # Streams share a GPU from their first to their last token. Elsewhere, a group cannot finish before it is computed,
     # so the first group to finish bounds how long computing took.
@@ -118,9 +123,47 @@ def _stream(
             fraction = min(1.0, took_s / computed_s) if computed_s > 0 else 1.0
             wait_s = max(0.0, put.end_s + by_s - computed_at_s)
             came.update({number: Came(fraction, wait_s, tasks.tokens.get(number, 0)) for number in put.groups})
-    processes = recorded_processes(tasks, stage.name)
-    made = Recorded(line=fit(points, cores=used), batch=plan.batch, came=came, processes=processes)
+    made = Recorded(line=fit(points, cores=used), batch=plan.batch, came=came)
     return made, {task.samples for task in ran}
+
+
+def _with_environments(
+    plan: Plan,
+    tasks: Tasks,
+    ran: Sequence[trace.Submitted],
+    streams: RecordedStreams,
+    waits: Mapping[int, Sequence[tuple[float, float]]],
+    later_s: Mapping[int, float],
+    most: float,
+) -> Recorded:
+    """Episodes: what they compute, apart from the time in which environments alone work (`waits`), since that passes
+    for several tasks at once. `later_s` changes the latter only."""
+    points, came, away_s = [], {}, []
+    cpu_s = sum(tasks.ran[task.task][0].cpu_s for task in ran)
+    for task in ran:
+        n, span = task.task, tasks.ran[task.task][0]
+
+        def computed_s(until_s: float, n: int = n) -> float:
+            away_s = sum(min(end_s, until_s) - start_s for start_s, end_s in waits[n] if start_s < until_s)
+            return max(0.0, streams.within(n, until_s) - away_s)
+
+        whole_s = computed_s(span.end_s)
+        away_s.append(max(0.0, sum(end_s - start_s for start_s, end_s in waits[n]) + _later(tasks, n, later_s)))
+        tokens = sum(tasks.tokens.get(number, 0) for number in task.groups) * plan.group_size
+        if whole_s > 0:
+            points.append((float(task.samples), float(tokens), whole_s))
+        for put in tasks.puts[n]:
+            fraction = min(1.0, computed_s(put.end_s) / whole_s) if whole_s > 0 else 1.0
+            came.update({number: Came(fraction, 0.0, tasks.tokens.get(number, 0)) for number in put.groups})
+    cores = min(most, max(cpu_s / max(sum(seconds for *_, seconds in points), 1e-9), 1e-9))
+    return Recorded(
+        line=fit(points, cores=cores),
+        batch=plan.batch,
+        came=came,
+        processes=recorded_processes(tasks, ran[0].stage),
+        away_s=fmean(away_s),
+        rounds=max(1, min(MOST_ROUNDS, round(median(len(waits[task.task]) for task in ran)))),
+    )
 
 
 def _later(tasks: Tasks, task: int, later_s: Mapping[int, float]) -> float:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 from zlib import crc32
 
 import msgspec
@@ -48,8 +48,8 @@ class Attempt:
     """A task on its workers. `samples` and `tokens` are per worker."""
 
     __slots__ = (
-        "begun_s", "cores", "current", "fault", "fetches", "had", "jobs", "lanes", "left", "lost", "owed", "pieces",
-        "samples", "stage", "stamped", "stream", "task", "tokens", "work_s",
+        "begun_s", "cores", "current", "done_s", "fault", "fetches", "had", "jobs", "lanes", "left", "lost", "owed",
+        "pieces", "samples", "stage", "stamped", "stream", "task", "tokens", "work_s",
     )  # fmt: skip
 
     def __init__(self, task: Task, stage: PlannedStage, samples: int, tokens: int, fault: Fault | None) -> None:
@@ -64,9 +64,16 @@ class Attempt:
         self.pieces = 0  # workers that are not done
         self.had: dict[int, int] = {}  # of a transfer: replica -> workers that have received it
         self.stream: StreamWork | None = None
+        self.done_s = 0.0  # of its computing, in the rounds before this one
         self.stamped = 0  # the policy version that its worker served when it began
         self.lost = False  # its worker is lost
         self.current = True  # the driver does not know yet that it has ended or was lost
+
+    @property
+    def computes(self) -> bool:
+        """Whether a stream computes, or will in a later round."""
+        of = self.stream
+        return any(job.left for _, job in self.jobs) or bool(of and of.away_s and self.left and not self.lost)
 
     @property
     def factor(self) -> float:
@@ -216,7 +223,7 @@ class VirtualWorkers:
             return
         self._served[group, replica] = version
         lane = self.lanes[group][replica * self._parallel[group]][2]
-        running = self._streams[lane] = [each for each in self._streams.get(lane, ()) if each.jobs[0][1].left]
+        running = self._streams[lane] = [each for each in self._streams.get(lane, ()) if each.computes]
         for attempt in running if self._durations.costs.again_s else ():
             tokens = self._tokens_so_far(attempt) * self._plan.group_size
             if again_s := tokens * self._durations.costs.again_s:
@@ -224,9 +231,11 @@ class VirtualWorkers:
 
     def _tokens_so_far(self, attempt: Attempt) -> float:
         """Return the tokens that a stream has made of one sample of each of its unfinished groups."""
-        ((lane, job),), work = attempt.jobs, attempt.stream
+        work, groups = attempt.stream, attempt.task.groups
         assert work is not None
-        done_s, groups = lane.done_s(self.clock.now_s, job) / attempt.factor, attempt.task.groups
+        now_s = self.clock.now_s
+        running_s = sum(lane.done_s(now_s, job) for lane, job in attempt.jobs if job.left)
+        done_s = (attempt.done_s + running_s) / attempt.factor
         return sum(
             work.tokens[i] * min(1.0, done_s / part.work_s)
             for part in work.parts
@@ -246,11 +255,39 @@ class VirtualWorkers:
         attempt.work_s, attempt.cores, attempt.stream = marks[-1][0], work.cores, work
         if attempt.work_s and work.cores:
             self._streams.setdefault(lane, []).append(attempt)
+            if work.away_s:
+                self._leave(attempt, 0)
+                return
             job = lane.start(now_s, marks, parallelism=work.cores, first=False, samples=attempt.samples)
             attempt.jobs.append((lane, job))
             return
         for work_s, (call, arguments) in marks:
-            self.clock.after(work_s, call, *arguments)
+            self.clock.after(work.away_s * factor + work_s, call, *arguments)
+
+    def _leave(self, attempt: Attempt, number: int) -> None:
+        """Wait before the next round of computing."""
+        work = attempt.stream
+        assert work is not None
+        attempt.jobs, attempt.done_s = [], attempt.work_s * number / work.rounds
+        self.clock.after(work.away_s / work.rounds * attempt.factor, self._round, attempt, number)
+
+    def _round(self, attempt: Attempt, number: int) -> None:
+        """Compute a part of a stream. The last one ends with its last groups."""
+        work, lane = attempt.stream, attempt.lanes[0][2]
+        if attempt.lost or not attempt.left:
+            return
+        assert work is not None
+        start_s, end_s = attempt.done_s, attempt.work_s * (number + 1) / work.rounds
+        is_last = number + 1 == work.rounds
+        marks: list[Any] = []
+        for part in work.parts:
+            at_s = part.work_s * attempt.factor
+            if (at_s > start_s or not number) and (at_s <= end_s or is_last):
+                marks.append((at_s - start_s, (self._computed, (attempt, part))))
+        if not is_last:
+            marks.append((end_s - start_s, (self._leave, (attempt, number + 1))))
+        job = lane.start(self.clock.now_s, marks, parallelism=attempt.cores, first=False, samples=attempt.samples)
+        attempt.jobs = [(lane, job)]
 
     def _computed(self, attempt: Attempt, part: StreamPart) -> None:
         """Deliver computed groups after their wait."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from pipeline.simulation.hints import hints
 from pipeline.simulation.recorded import fitted
 from pipeline.simulation.recording import Recording
 from pipeline.simulation.recording import simulated as virtual
+from pipeline.simulation.virtual_run import Simulation
 from pipeline.simulation.whatif import Changes
 from tests.examples import few
 from tests.unit.records import simulated
@@ -148,6 +150,30 @@ def waiting(processes: int = 1) -> Recording:
             at_once = {ENVIRONMENT: processes} if processes else {}
             timed.append(spent(task, event.groups[0], [first, second], at_once, ("sampler", 0)))
     return Recording(plan=plan, durations=fitted(plan, timed)[0], events=timed)
+
+
+@pytest.mark.parametrize("rounds", [1, 3])
+def test_tasks_whose_episodes_wait_for_environments_compute_meanwhile(rounds):
+    """Of the 4 s of a rollout, environments work for 3 alone. Two at a time take up to 5 s each, and not 8."""
+    plan, events = simulated(steps=6, batch=1, seconds={"rollout": "4 @ 1"}, costs=Costs())
+    timed = []
+    for event in events:
+        timed.append(event)
+        if isinstance(event, trace.Ran) and event.stage == "rollout":
+            times = SampleTimes(event.start_s)
+            for number in range(1, rounds + 1):
+                times.until(ENVIRONMENT, event.start_s + (4 * number - 1) / rounds)
+                times.until(GENERATE, event.start_s + 4 * number / rounds)
+            task = Task(stage="rollout", step=event.step, groups=event.groups, number=event.task)
+            timed.append(spent(task, event.groups[0], [times], {}, ("sampler", 0)))
+    durations = fitted(plan, timed)[0]
+    found = durations.stages["rollout"]
+    assert (found.away_s, found.rounds) == (pytest.approx(3.0, abs=0.01), rounds)
+    planned, durations = Changes(max_staleness=1).applied(plan, durations)
+    ran = [e for e in Simulation(planned, durations, seed=0).run() if isinstance(e, trace.Ran) and e.stage == "rollout"]
+    took_s = [event.end_s - event.start_s for event in ran]
+    assert min(took_s) == pytest.approx(4.0, abs=0.02) and 4.1 < max(took_s) < 5.05
+    assert any(one.end_s > other.start_s for one, other in pairwise(ran)), "they overlap"
 
 
 def test_a_what_if_of_processes_moves_the_end_of_a_task():
