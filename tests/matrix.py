@@ -142,6 +142,36 @@ FAULTS = (
         ),
     ),
     Row(
+        "an environment raises, hangs, exits, lies or is killed",
+        "opened again with the same draws; what fails again at its turn is the policy's and scored, what cannot be "
+        "opened is lost and never trained",
+        (
+            "unit/test_episode.py::test_a_failure_that_does_not_come_again_changes_nothing",
+            "unit/test_episode.py::test_a_failure_that_comes_again_at_its_turn_is_the_policys",
+            "unit/test_episode.py::test_what_cannot_be_opened_is_lost",
+            "unit/test_episode.py::test_a_run_with_lost_episodes_trains_the_others",
+            "integration/test_unruly.py::test_a_run_with_unruly_environments_is_sound",
+        ),
+    ),
+    Row(
+        "a worker of a group of environments is killed, or its machine does not answer",
+        "replaced; its episodes go on at another one, to the same bits",
+        (
+            "unit/test_environment_groups.py::test_episodes_of_a_worker_that_dies_go_on_elsewhere",
+            "integration/test_environment_groups_ray.py::test_environments_on_another_node_are_those_beside_the_sampler_whatever_is_killed",
+            "integration/test_environment_groups_ray.py::test_a_machine_that_no_longer_answers_ends_the_connection",
+        ),
+    ),
+    Row(
+        "a run is cut off in the middle of its episodes",
+        "goes on there: the turns so far are not sampled again, and the weights are those of a run that was not cut "
+        "off",
+        (
+            "unit/test_kept_turns.py::test_a_run_that_was_cut_off_in_its_episodes_ends_as_the_whole_one",
+            "unit/test_kept_turns.py::test_an_environment_that_answers_otherwise_is_found_and_sampled_again",
+        ),
+    ),
+    Row(
         "a reward raises, hangs, or leaves Python",
         "asked again if so declared, then one error with its line and the sample",
         (

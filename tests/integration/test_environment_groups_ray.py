@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +18,8 @@ def test_environments_on_another_node_are_those_beside_the_sampler_whatever_is_k
     """A process and a worker of the group, in the middle of turns: weights have the bits of a run in one process, and
     no process is left, which the script waits for."""
     words = [sys.executable, str(SCRIPT), str(tmp_path)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=300, cwd=REPOSITORY, check=False)
+    given = {"timeout": 300, "cwd": REPOSITORY, "env": os.environ | {"PYTHONPATH": str(REPOSITORY)}}
+    done = subprocess.run(words, capture_output=True, text=True, check=False, **given)
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout.splitlines()[-1])
     assert said["same"] and said["killed"] == 3 and said["retried"] > 0
