@@ -28,6 +28,7 @@ from tests.shares import shares_of
 from tests.sockets import files, listening
 from tests.unit.environments import Echo, OneTurn
 from tests.unit.test_torch_generate import continued
+from tests.waiting import until
 
 need("vllm", "vllm")
 
@@ -72,11 +73,15 @@ async def collected(stream: Any) -> list[Any]:
 
 def test_an_engine_is_reached_by_its_owner_only(backend: Any) -> None:
     """Its processes unpickle what they receive, on the loopback interface and through files that others cannot open."""
-    children = psutil.Process().children(recursive=True)  # also of Ray, if tests of it ran in this process
     others = re.compile("ray|tests/forked.py")
-    pids = [os.getpid(), *(child.pid for child in children if not others.search(" ".join(child.cmdline())))]
-    found, paths = list(listening(pids)), files(pids)
-    assert found and [one for one in found if not one.is_loopback] == []
+
+    def pids() -> list[int]:
+        """Those of this process; its children may also be of Ray, if tests of it ran here."""
+        children = psutil.Process().children(recursive=True)
+        return [os.getpid(), *(child.pid for child in children if not others.search(" ".join(child.cmdline())))]
+
+    found, paths = until(lambda: list(listening(pids()))), files(pids())
+    assert [one for one in found if not one.is_loopback] == []
     assert paths and not [path for path in paths if path.stat().st_mode & 0o022]  # to connect is to write
 
 
