@@ -530,15 +530,19 @@ class Scheduler:
     def _exhausted(self, step: Step, refused: Mapping[int, str]) -> Problem:
         assert self.plan.gate is not None
         gate, batch = self.plan.gate, self.plan.batch
-        pooled = step is self._board.pool
-        sampled = min(len(step.groups), batch) + len(refused) if pooled else len(step.groups)
+        sampled = len(step.groups)
+        if step is self._board.pool:
+            sampled = len(refused) + sum(self._board.decided(group) for group in step.groups[:batch])
+        faults = sum(bool(gate.fault) and reason.startswith(gate.fault) for reason in refused.values())
+        sampling = "use prompts that the model solves only sometimes, more samples per prompt, or a larger max_rounds"
+        failing = "correct what failed, whose output is in logs/ of the run"
         return Problem(
             where=self._stages[gate.stage].where,
             what=f"stage {gate.stage!r} dropped {len(refused)} of {sampled} groups at step {step.number + 1} "
             f"and the batch of {batch} is not full: {_counted(refused.values())}",
             why=f"max_rounds={gate.max_groups // batch} allows {gate.max_groups} groups per step, so that a model that "
             "learns nothing from its prompts does not sample forever",
-            fix="use prompts that the model solves only sometimes, more samples per prompt, or a larger max_rounds",
+            fix=failing if 2 * faults > len(refused) else sampling,
         )
 
     # Results of tasks.

@@ -111,7 +111,8 @@ class LinearFit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Came(NamedTuple):
-    """A group of a recorded stream: it finished `wait_s` after `fraction` of the computing, with `tokens` tokens."""
+    """A group of a recorded stream: it finished `wait_s` after `fraction` of the computing, with `tokens` tokens in each
+    sample."""
 
     fraction: float
     wait_s: float
@@ -148,12 +149,13 @@ class Recorded(msgspec.Struct, frozen=True, kw_only=True):
             self.came.get(group) or pool[int(uniform(seed, name, group) * len(pool))] if pool else Came(1.0, 0.0, 0)
             for group in task.groups
         ]
-        work = self.work(task, samples=len(came) * group_size, tokens=sum(one.tokens for one in came), seed=seed)
+        tokens = sum(one.tokens for one in came) * group_size
+        work = self.work(task, samples=len(came) * group_size, tokens=tokens, seed=seed)
         total_s = work.wait_s + work.work_s
         cores = self.line.cores
         parts = [StreamPart(one.fraction * total_s, one.wait_s / self.speed, (i,)) for i, one in enumerate(came)]
-        tokens = tuple(one.tokens for one in came)
-        return StreamWork(merged(parts), cores, tokens, self.away_s / self.speed, self.rounds)
+        lengths = tuple(one.tokens for one in came)
+        return StreamWork(merged(parts), cores, lengths, self.away_s / self.speed, self.rounds)
 
     def faster(self, factor: float) -> Recorded:
         return msgspec.structs.replace(self, speed=self.speed * factor)

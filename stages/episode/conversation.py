@@ -26,6 +26,10 @@ SHOWN = 60  # characters of a text that differs
 CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 
 
+class UnwritableError(Exception):
+    """What an environment has said has no tokens."""
+
+
 @dataclass
 class Conversation:
     """What was said so far: as messages, and, of a chat, as the template's text, or the tokens of a renderer; and the
@@ -56,7 +60,7 @@ class Conversations:
         if self._renderer:
             made.ids = self._renderer.prompt(made.messages, made.tools)
             return made, torch.tensor(made.ids, dtype=torch.long)
-        made.text = self._backend.rendered(self._model, made.messages, made.tools)
+        made.text = self._rendered(made.messages, made.tools)
         return made, self._backend.tokens(self._model, made.text)
 
     def reply(self, so_far: Conversation, ids: torch.Tensor, *, truncated: bool, seen: int = 0) -> Reply:
@@ -80,18 +84,37 @@ class Conversations:
         messages = self._as_messages(said)
         so_far.messages += messages
         if not self._chat:
-            made: torch.Tensor = self._backend.encode(self._model, [said]).values
-            return made
+            return self._encoded(str(said))
         if self._renderer:
             added = self._renderer.added(so_far.ids, ids.tolist(), messages, so_far.tools)
             so_far.ids += [*ids.tolist(), *(added or ())]
             return None if added is None else torch.tensor(added, dtype=torch.long)
-        whole = self._backend.rendered(self._model, so_far.messages, so_far.tools)
+        whole = self._rendered(so_far.messages, so_far.tools)
         before = so_far.text + self._backend.written(self._model, ids)
         if not whole.startswith(before):
             raise StageError(self._changed(before, whole))
         so_far.text = whole
         return self._backend.tokens(self._model, whole[len(before) :])
+
+    def _encoded(self, said: str) -> torch.Tensor:
+        """The tokens of a text, none of an empty one. Raises UnwritableError for one that has none."""
+        if not said:
+            return torch.empty(0, dtype=torch.long)
+        try:
+            made: torch.Tensor = self._backend.encode(self._model, [said]).values
+        except StageError as error:
+            raise UnwritableError(str(error)) from error
+        return made
+
+    def _rendered(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> str:
+        """The template's text. Raises UnwritableError for messages that it refuses."""
+        from jinja2 import TemplateError
+
+        try:
+            made: str = self._backend.rendered(self._model, messages, tools)
+        except TemplateError as error:
+            raise UnwritableError(f"the chat template refuses it: {error}") from error
+        return made
 
     def _as_messages(self, said: Said) -> list[Mapping[str, Any]]:
         if isinstance(said, str) == self._chat:

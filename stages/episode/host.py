@@ -27,6 +27,7 @@ from stages.episode.environment import METHODS, End, Environment, Messages, plai
 from stages.episode.frames import HostAnswer, HostCall, Opening, framed, read_frame
 from stages.vocabulary import FAILED, LOST
 
+MOST_BYTES = 4 << 20  # of an answer: more than any model sees, and little enough to be tokenized at once
 READY, NOT_LOADED = -1, -2  # the numbers of the first answer: the environment is loaded, or cannot be
 
 
@@ -70,10 +71,13 @@ class Host:
                 if inspect.iscoroutinefunction(getattr(self._environment, method)):
                     call.cancel()
                 await asyncio.wait({call})
-            answer = await self._called(asked)
+            answer = framed(await self._called(asked))
+            if len(answer) > MOST_BYTES:
+                raise ValueError(f"{asked.method}() returned {len(answer):,} bytes; at most {MOST_BYTES:,} can be said")
         except BaseException as error:  # noqa: BLE001 - the user's
-            answer = HostAnswer(number=asked.number, error=(type(error).__name__, message_of(error)))
-        self._connection.sendall(framed(answer))
+            text = message_of(error).encode(errors="backslashreplace").decode()
+            answer = framed(HostAnswer(number=asked.number, error=(type(error).__name__, text)))
+        self._connection.sendall(answer)
 
     async def _called(self, asked: HostCall) -> HostAnswer:
         if asked.method == "open":

@@ -15,8 +15,9 @@ from pipeline.declare.columns import Columns, Ragged
 from pipeline.declare.times import SampleTimes
 from stages.backends import Generation
 from stages.episode.attempts import Attempts, EpisodeLostError
-from stages.episode.conversation import Conversation, Conversations
+from stages.episode.conversation import Conversation, Conversations, UnwritableError
 from stages.episode.environment import End
+from stages.episode.processes import EnvironmentFailedError
 from stages.episode.turns import EpisodeName, NextTurn, TurnSampler
 from stages.vocabulary import (
     CONVERSATION,
@@ -120,9 +121,17 @@ class Play:
     async def _played(self) -> str:
         """Returns the word for the end."""
         said = await self._attempts.open()
-        self._so_far, self._prompt = self._conversations.begin(said, self._attempts.tools)
+        try:
+            self._so_far, self._prompt = self._conversations.begin(said, self._attempts.tools)
+        except UnwritableError as error:
+            raise self._unusable("unwritable", str(error)) from error
+        room = self._stage.positions - len(self._prompt)
+        if room < 1 or not len(self._prompt):
+            kind = "too_long" if room < 1 else "empty"
+            raise self._unusable(kind, f"it has {len(self._prompt)} tokens, of the model's {self._stage.positions:,}")
+        room = min(room, self._stage.tokens)
         for turn in range(self._stage.turns):
-            most = min(self._stage.turn_tokens, self._stage.tokens - self.tokens, self._attempts.most or sys.maxsize)
+            most = min(self._stage.turn_tokens, room - self.tokens, self._attempts.most or sys.maxsize)
             ids = self._ids()
             made = await self._turns.sample(self.name, NextTurn(ids, self.tokens, most, turn), self.times)
             drawn = self._drawn(made)
@@ -132,15 +141,28 @@ class Play:
             self._rewards[-1] = found.reward
             if isinstance(found, End):
                 return found.kind
-            inserted = self._conversations.answer(self._so_far, drawn, found.said)
+            try:
+                inserted = self._conversations.answer(self._so_far, drawn, found.said)
+            except UnwritableError as error:
+                self._note(str(error))
+                return f"failed:{turn}:unwritable"
             if inserted is None:
                 return f"failed:{turn}:malformed"
             if turn + 1 == self._stage.turns:
                 break
-            if self.tokens + len(inserted) >= self._stage.tokens:
+            if self.tokens + len(inserted) >= room:
                 return "tokens"
             self._add(inserted, torch.zeros(len(inserted)), torch.full((len(inserted),), INSERTED, dtype=torch.int32))
         return "turns"
+
+    def _unusable(self, kind: str, why: str) -> EpisodeLostError:
+        """What open() said is nothing that the policy can go on from."""
+        self._note(why)
+        return EpisodeLostError(EnvironmentFailedError("open", kind))
+
+    def _note(self, why: str) -> None:
+        """Say in the log of the worker why what the environment said is not used."""
+        print(f"group {self.name.group}, sample {self.name.sample}: {why}", file=sys.stderr, flush=True)
 
     def _ids(self) -> torch.Tensor:
         return torch.cat([self._prompt, *(ids for ids, _, _ in self._parts)])

@@ -8,6 +8,7 @@ the sample, so an episode depends on nothing but the seed, its group, its index 
 from __future__ import annotations
 
 import asyncio
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
@@ -23,7 +24,7 @@ from pipeline.declare.task import ServerAddress
 from pipeline.declare.version_folders import VersionFolders
 from pipeline.errors import Problem, shown
 from stages.episode.environment import Deadlines, Tool
-from stages.model_shape import length_problems
+from stages.model_shape import known_config, length_problems, positions
 from stages.reward import Reward
 from stages.sampling_stage import SAMPLING_RULES, SamplingStage
 from stages.scoring import fields_of, name_of, where_of
@@ -141,6 +142,11 @@ class TurnStage(SamplingStage, ABC):
     def serve(self, context: StageContext, host: str) -> ServerAddress:
         """Listen on a worker of that group."""
         raise TypeError(f"{type(self).__name__} is served by no group")
+
+    @property
+    def positions(self) -> int:
+        """The most tokens of a prompt and its response, as far as the model's config says so."""
+        return positions(known_config(self.model)) or sys.maxsize
 
     @property
     def bounds(self) -> dict[str, int]:

@@ -157,6 +157,21 @@ class Faulty(Echo):
 
 
 @dataclass(frozen=True)
+class Saying(Environment):
+    """Says this text after the first reply, `times` times over, and ends after the second."""
+
+    text: str
+    times: int = 1
+
+    def open(self, row: Mapping[str, Any], draw: Random) -> tuple[Any, str]:
+        return {"turns": 0}, row["prompt"]
+
+    def turn(self, state: Any, reply: Reply) -> Messages | End:
+        state["turns"] += 1
+        return Messages(self.text * self.times) if state["turns"] == 1 else End()
+
+
+@dataclass(frozen=True)
 class Lying(Environment):
     """Returns what no environment returns."""
 

@@ -113,6 +113,14 @@ def test_recorded_groups_come_as_they_came_and_others_as_one_of_them():
     assert {(part.work_s, part.wait_s) for part in unknown.parts} == {(0.5, 0.0), (1.0, 3.0)}
 
 
+def test_a_stream_computes_the_tokens_of_all_samples():
+    """Of two groups of four samples, with 10 and 20 tokens each."""
+    line = LinearFit(per_sample_s=0.5, per_token_s=0.1)
+    times = Recorded(line=line, came={0: Came(1.0, 0.0, 10), 1: Came(0.5, 0.0, 20)})
+    work = times.stream(Task(stage="rollout", step=0, groups=(0, 1), number=0), group_size=4, seed=0)
+    assert work.parts[-1].work_s == pytest.approx(8 * 0.5 + 4 * (10 + 20) * 0.1)
+
+
 def test_a_few_steps_have_all_ratios_about_equally_often():
     ratios = tuple(1 + i / 10 for i in range(10))
     times = Recorded(line=LinearFit(fixed_s=1.0, cores=1.0, ratios=ratios), batch=4)

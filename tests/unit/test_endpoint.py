@@ -19,6 +19,8 @@ from pipeline import Model
 from stages import Deadlines, End, Endpoint, Environment, Episode, Messages, Reply
 from stages.episode.conversation import calls_in
 from stages.episode.endpoint.commands import Commands, filled, result_in
+from stages.episode.endpoint.requests import TurnRequest
+from stages.episode.endpoint.session import REWRITTEN, Session, SessionOverError
 from stages.episode.processes import EnvironmentFailedError
 from tests.doors import REPOSITORY
 from tests.unit.test_episode import FAST, SAMPLER, Worker, is_running, same
@@ -201,3 +203,27 @@ def test_a_command_gets_fields_and_says_a_result() -> None:
     for wrong in ('{"end": 3}', '{"end": ""}', '{"reward": true}', '{"end": "lost:open"}', '{"reward": NaN}'):
         with pytest.raises(ValueError):
             result_in(wrong)
+
+
+def test_two_different_requests_at_once_are_no_conversation() -> None:
+    """The second does not continue what is still being said. The same request twice has one answer."""
+
+    def asked(*texts: str) -> TurnRequest:
+        messages = [{"role": role, "content": text} for role, text in zip(("user", "assistant", "user"), texts)]
+        return TurnRequest(messages=messages, tools=[], most=0, streams=False, counts=False, model="policy")
+
+    async def run() -> None:
+        session = Session()
+        first = asyncio.ensure_future(session.ask(asked("1")))
+        await session.events.get()
+        session.reply(Reply("2", (), False, 1, 1))
+        assert (await first).reply.text == "2"
+        waiting = [asyncio.ensure_future(session.ask(asked("1", "2", "3"))) for _ in range(2)]
+        await session.events.get()
+        with pytest.raises(SessionOverError, match="does not continue the conversation"):
+            await session.ask(asked("1", "2", "4"))
+        assert session.events.get_nowait() == REWRITTEN
+        session.reply(Reply("5", (), False, 1, 1))
+        assert [(await one).reply.text for one in waiting] == ["5", "5"]
+
+    asyncio.run(run())

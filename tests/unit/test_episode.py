@@ -69,7 +69,7 @@ from stages.vocabulary import RESPONSE_IDS, TOKEN_VERSIONS
 from tests.doors import REPOSITORY
 from tests.shares import shares_of
 from tests.unit import tiny_graph
-from tests.unit.environments import Chatty, Echo, Faulty, Lying, OneTurn, Sleeping
+from tests.unit.environments import Chatty, Echo, Faulty, Lying, OneTurn, Saying, Sleeping
 from tests.unit.streams import collected
 from tests.unit.tiny import QWEN3
 
@@ -451,6 +451,31 @@ def test_an_environment_that_answers_otherwise_is_found(worker: Worker, tmp_path
     environment = Faulty(fault="differ", at=1, mark=str(tmp_path / "mark"), of="ab", once=True)
     made = worker.columns(episode(environment), ["ab"])
     assert "lost:turn:differed" in made["end"]
+
+
+@pytest.mark.parametrize(
+    ("said", "end"),
+    [
+        (Saying(""), "answered"),
+        (Saying("\x00"), "failed:0:unwritable"),
+        (Saying("\ud800"), "failed:0:UnicodeEncodeError"),
+        (Saying("1", times=5 << 20), "failed:0:ValueError"),
+    ],
+    ids=["nothing", "unknown", "surrogate", "large"],
+)
+def test_what_an_environment_says_may_be_empty_and_must_have_tokens(
+    worker: Worker, said: Environment, end: str
+) -> None:
+    made = worker.columns(episode(said), ["1"])
+    assert set(made["end"]) == {end}
+    assert {len(ends) for ends in made["turn_ends"]} == ({2} if end == "answered" else {1})
+
+
+def test_a_prompt_that_the_model_cannot_see_whole_is_lost(worker: Worker) -> None:
+    positions = episode(OneTurn()).positions
+    made = worker.columns(episode(OneTurn()), ["1" * positions, "1" * (positions - 2)])
+    assert made["end"] == ["lost:open:too_long"] * 2 + ["answered"] * 2
+    assert all(len(ids) <= 2 for ids in made["response_ids"])
 
 
 @pytest.mark.parametrize("value", [None, "x", ("x",)])

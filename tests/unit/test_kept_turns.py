@@ -112,7 +112,24 @@ def test_turns_of_another_version_are_not_taken(run_dir: RunDir, workers: Any) -
     first = NextTurn(worker.shared["engine"].encode(stage.model, [TEXTS[0]]).values, 0, 6, 0)
     assert kept.find(0, EpisodeName(5, 0), first) is not None
     assert kept.find(1, EpisodeName(5, 0), first) is None
-    assert kept.find(0, EpisodeName(6, 0), first) is None and not kept.differed - {EpisodeName(6, 0)}
+    assert kept.find(0, EpisodeName(5, 0), replace(first, most=5)) is None and kept.differed == {EpisodeName(5, 0)}
+    assert kept.find(0, EpisodeName(6, 0), first) is None and EpisodeName(6, 0) in kept.differed
+
+
+def test_a_turn_is_found_as_it_was_kept(run_dir: RunDir) -> None:
+    first = NextTurn(torch.zeros(1, dtype=torch.long), 0, 4, 0)
+    kept, made = KeptTurns(turns_of(run_dir), "episode", ()), drawn(3, 3)
+    made.truncated[0] = True
+    made.response_ids.values[:], made.logprobs.values[:] = torch.tensor([7, 151_000]), torch.tensor([-0.1, -2.5e-7])
+    kept.keep(EpisodeName(1, 2), first, made)
+    kept.close()
+    found = KeptTurns(turns_of(run_dir), "episode", ()).find(3, EpisodeName(1, 2), first)
+    assert found is not None and found.truncated.tolist() == [True]
+    for one in ("response_ids", "logprobs", "versions"):
+        was, now = getattr(made, one), getattr(found, one)
+        assert (
+            torch.equal(was.values, now.values) and was.values.dtype == now.values.dtype and was.lengths == now.lengths
+        )
 
 
 def settings_of(worker: Worker, stage: Any) -> Any:

@@ -170,6 +170,18 @@ def test_too_many_failures_end_the_run(fault, most, ends):
         assert told in world.gave_up.problem.what and "at most 40%" in world.gave_up.problem.why
 
 
+def test_one_group_may_be_lost_in_any_step():
+    described = graph(gate(gate=Gate(KEPT, 100, "equ", 0.1)), batch=2)
+    world = world_of(described, [True, False, False] * 20).run(lambda count: 0)
+    assert world.gave_up is None, "a third of a step, and one"
+
+
+def test_a_step_that_lost_most_of_its_groups_says_what_to_correct():
+    described = graph(gate(gate=Gate(KEPT, 4, "equ", 1.0)), batch=2)
+    world = world_of(described, [True] * 20).run(lambda count: 0)
+    assert world.gave_up is not None and world.gave_up.problem.fix.startswith("correct what failed")
+
+
 def dropping(drop):
     """Return a world that claims batches of one group, in which the gate may drop two groups per claim."""
     schedule = {"steps": 4, "max_staleness": 1, "on_stale": "drop"}

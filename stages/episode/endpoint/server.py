@@ -61,7 +61,7 @@ class _ApiRoute:
             asked = self._api.asked(body)
             if not asked.messages:
                 raise BadRequestError("there are no messages")
-        except (msgspec.DecodeError, BadRequestError) as error:
+        except (msgspec.DecodeError, BadRequestError, RecursionError) as error:
             return self._error(400, str(error))
         waiting = asyncio.ensure_future(session.ask(asked))
         try:

@@ -82,6 +82,8 @@ class Session:
         """The messages that a request adds to the conversation; None if it does not continue it."""
         if self._last is None:
             return asked.messages or None
+        if self._answer is not None and not self._answer.done():
+            return None  # it was asked beside the last one
         so_far, added = asked.messages[: len(self._said)], asked.messages[len(self._said) :]
         continues = self._said and so_far == self._said and asked.tools == self._last.tools
         return added if continues and added and all(one["role"] != "assistant" for one in added) else None
