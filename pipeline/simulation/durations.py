@@ -111,7 +111,7 @@ class LinearFit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Came(NamedTuple):
-    """A group of a recorded stream: it finished `wait_s` after `fraction` of the computing, with `tokens` tokens in each
+    """A group of a recorded stream: it finished `wait_s` after `fraction` of the computing, with `tokens` tokens a
     sample."""
 
     fraction: float
