@@ -116,8 +116,18 @@ def test_a_resumed_run_ends_with_the_same_weights(whole, tmp_path):
 
 
 def test_ahead_of_the_weights_the_same_rules_hold(tmp_path):
+    """A batch is the first groups in order that are kept, though more than one is being sampled."""
     run_dir = execute(LocalExecutor(), RunDir(tmp_path / "run"), max_staleness=1)
-    check_batches(run_dir)
+    dropped = {group for event in events(run_dir, trace.Dropped) for group in event.groups}
+    kept = sorted({group for event in events(run_dir, trace.Admitted) for group in event.groups} - dropped)
+    trained = {event.step: sorted(event.groups) for event in events(run_dir, trace.Ran) if event.stage == "train"}
+    assert trained == {step: kept[step * PROMPTS : (step + 1) * PROMPTS] for step in range(STEPS)}
+    assert len(kept) == STEPS * PROMPTS, "no more are sampled"
+    assert sum(line["filter/dropped"] for line in lines(run_dir)) == len(dropped) > 0
+    for line in lines(run_dir):
+        assert line["filter/admitted"] == PROMPTS + line["filter/dropped"]
+        assert line["filter/acceptance"] == pytest.approx(PROMPTS / line["filter/admitted"])
+        assert line["advantage/zero_spread"] == 0
     ages = [line["train/staleness_max"] for line in lines(run_dir)]
     assert max(ages) == 1
     assert all("train/is_weight" in line for line in lines(run_dir))
