@@ -17,6 +17,7 @@ from msgspec.structs import replace
 
 from ops.rewards import exact_match
 from pipeline import Graph, Model, Output, Stage, StageContext, Task, WorkerGroup
+from pipeline.declare.abilities import HasServer, server_of
 from pipeline.declare.columns import Columns, take
 from pipeline.declare.parameters import at_least, broken
 from pipeline.declare.task import ServerAddress
@@ -100,11 +101,11 @@ class Evaluate(Stage):
     @property
     def server(self) -> WorkerGroup | None:
         """The group that has the environments of its episode."""
-        return self.episode.server if isinstance(self.episode, TurnStage) else None
+        return server_of(self.episode)
 
     def serve(self, context: StageContext, host: str) -> ServerAddress:
         """Listen on a worker of that group."""
-        assert self.episode is not None
+        assert isinstance(self.episode, HasServer), "it has a server"
         return self.episode.serve(context, host)
 
     def check(self, graph: Graph) -> Iterable[Problem]:
@@ -254,11 +255,9 @@ class Evaluate(Stage):
                 truncated += int(made.truncated.sum())
             return texts, lengths, truncated
 
-        def played(episode: TurnStage) -> list[Played]:
-            return episode.played(backend, context, [{PROMPT.name: text} for text in asked])
-
         def run(columns: Columns, task: Task) -> Output:
-            made = played(self.episode) if self.episode else []
+            rows = [{PROMPT.name: text} for text in asked]
+            made = self.episode.played(backend, context, rows) if self.episode else []
             kept = [i for i in range(len(pairs)) if not (made and made[i].is_lost)]
             if made and not kept:
                 raise StageError(self._all_lost(made))

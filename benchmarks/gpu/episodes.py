@@ -86,11 +86,8 @@ def run(contender: str, options: argparse.Namespace, folder: Path) -> dict[str, 
     versions = [values for output in made for values in output.columns["token_versions"].rows()]
     drawn = sum(int((values >= 0).sum()) for values in versions)
     times = [times for output in made for times in output.times.values()]
-    sampled_s = total_s = 0.0
-    for each in times:
-        ends = [each.start_s, *(end_s for _, end_s in each.parts)]
-        sampled_s += sum(end - start for (name, _), start, end in zip(each.parts, ends, ends[1:]) if name == GENERATE)
-        total_s += each.end_s - each.start_s
+    sampled_s = sum(each.seconds(GENERATE) for each in times)
+    total_s = sum(each.end_s - each.start_s for each in times)
     for held in shared.values():
         if hasattr(held, "close"):
             held.close()

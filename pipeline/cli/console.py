@@ -251,7 +251,7 @@ def print_summary(
         rows.append((name, f"{before:.3f} at step {first}, {after:.3f} at step {last} ({after - before:+.3f})"))
     if "reward/mean" in progress.last:
         rows.append(("reward of the last step", f"{progress.last['reward/mean']:.3f}"))
-    if plan.pool and plan.on_stale == "drop":
+    if plan.drops_stale:
         lost = ", ".join(f"{count} {reason}" for reason, count in sorted(progress.dropped.items()))
         rows.append(("groups dropped for their age", lost))
     rows.append(("steps", f"{plan.steps}, last one {progress.last.get('time/step_s', 0.0):.3f} s"))

@@ -12,7 +12,7 @@ from pipeline.errors import Problem
 from pipeline.executors.sent import sent_problems, user_modules
 from pipeline.executors.storage import PER_NODE
 from pipeline.plan.group_checks import one_process_problems
-from pipeline.plan.planner import server_groups, worker_groups
+from pipeline.plan.planner import placed_groups
 
 
 def add_executor_flags(parser: argparse.ArgumentParser) -> None:
@@ -46,8 +46,7 @@ def executor_problems(options: argparse.Namespace, graph: Graph, module: ModuleT
     if options.executor != "local":
         yield from sent_problems(graph, user_modules(module))
         return
-    stages = graph.all_stages()
-    yield from one_process_problems([*worker_groups(stages, graph.host), *server_groups(stages)])
+    yield from one_process_problems(placed_groups(graph.all_stages(), graph.host))
     for flag, value in (
         ("--storage-units", options.storage_units != 1 and options.storage_units),
         ("--address", options.address),

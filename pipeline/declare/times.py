@@ -36,6 +36,11 @@ class SampleTimes:
         """The end of the last part."""
         return self.parts[-1][1] if self.parts else self.start_s
 
+    def seconds(self, name: str) -> float:
+        """Return how long it was in parts of this name."""
+        starts = [self.start_s, *(end_s for _, end_s in self.parts)]
+        return sum(end_s - start_s for start_s, (part, end_s) in zip(starts, self.parts) if part == name)
+
     @property
     def now(self) -> str:
         """The part that it is in."""

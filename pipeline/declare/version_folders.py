@@ -29,7 +29,9 @@ class VersionFolders:
             if forgets(version):
                 shutil.rmtree(folder, ignore_errors=True)
 
-    def keep_for(self, done: int, saved: Sequence[int]) -> None:
+    def keep_for(self, done: int, saved: Callable[[], Sequence[int]]) -> None:
         """Remove the folders of versions that no run goes on with after `done` steps: all but the last two, and that of
-        the last of the steps with a checkpoint."""
-        self.forget(lambda version: version < done - 1 and version not in saved[-1:])
+        the last of the steps with a checkpoint, which `saved` lists if there is anything to remove."""
+        if any(version < done - 1 for version in self.by_version()):
+            last = saved()[-1:]
+            self.forget(lambda version: version < done - 1 and version not in last)

@@ -70,9 +70,9 @@ class Driver:
         self.rows = RunRows(plan, executor, journal, stamps.ragged if stamps else None)
         watch = Watch(journal, run_dir, stop=graph.schedule.on_divergence == "stop", says=on_divergence)
         listeners = [*([on_step] if on_step else []), watch.take]
-        if run_dir:
-            turns = VersionFolders(run_dir.turns)
-            listeners.append(lambda step, metrics: turns.keep_for(step + 1, run_dir.checkpoint_steps()))
+        self._turns = turns = VersionFolders(run_dir.turns) if run_dir else None
+        if run_dir and turns:
+            listeners.append(lambda step, metrics: turns.keep_for(step + 1, run_dir.checkpoint_steps))
         steps = Numbers(plan, run_dir, start, listeners, self.rows.stored)
         outside = Outside(plan, sample_fields(graph.all_stages()), self.rows.handles, self.rows.stored, executor)
         of = f"run of {plan.name}"
@@ -113,8 +113,9 @@ class Driver:
             self.loop.scheduler = Scheduler(
                 self.plan, start=start, next_group=manifest.next_group, pending=manifest.pending
             )
+        if self._turns:
+            self._turns.forget(lambda version: version != start)
         if self.run_dir:
-            VersionFolders(self.run_dir.turns).forget(lambda version: version != start)
             replace(self.run_dir.plan, msgspec.json.format(msgspec.json.encode(self.plan)))
             mark = secrets.token_hex(8)
             replace(self.run_dir.mark, mark.encode())
@@ -152,5 +153,5 @@ class Driver:
                 )
 
         self.loop.run(bring_up)
-        if self.run_dir and not self.stopped:
-            VersionFolders(self.run_dir.turns).forget(lambda version: True)
+        if self._turns and not self.stopped:
+            self._turns.forget(lambda version: True)

@@ -103,7 +103,7 @@ class Tally:
                 f"{name}/dropped": float(numbers.dropped[name]),
                 f"{name}/acceptance": 1 - numbers.dropped[name] / admitted,
             }
-        if self._plan.pool and self._plan.on_stale == "drop":
+        if self._plan.drops_stale:
             metrics |= {f"dropped/{reason}": float(numbers.dropped[reason]) for reason in (STALE, CANCELLED)}
         return dict(sorted(metrics.items()))
 

@@ -20,6 +20,8 @@ from pipeline.executors.worker import WorkerSettings
 from pipeline.plan.plan import Plan, PlannedStage
 from pipeline.record.trace import Placed
 
+LOOPBACK = "127.0.0.1"
+
 
 class Executor(Protocol):
     """Starts workers, submits tasks to them and reports their results. One instance per run."""

@@ -19,6 +19,7 @@ from pipeline.data_plane.transfer_queue import TransferQueuePlane
 from pipeline.declare.handle import KVBatchMeta
 from pipeline.declare.task import MeetingPlace, ServerAddress, Task
 from pipeline.errors import SluiceError
+from pipeline.executors import LOOPBACK
 from pipeline.executors.interface import bind
 from pipeline.executors.meetings import TransferEnd
 from pipeline.executors.outputs import TaskResult
@@ -29,7 +30,6 @@ from pipeline.rundir import RunDir
 
 # Actor threads reserved for heartbeats and news, for the wait until a checkpoint is written, and for one until the end.
 BEAT, DISK, LIFE = "beat", "disk", "life"
-LOOPBACK = "127.0.0.1"
 
 
 def write_into(log: Path) -> None:

@@ -23,18 +23,17 @@ from pipeline.declare.handle import KVBatchMeta
 from pipeline.declare.stage import Stage
 from pipeline.declare.task import MeetingPlace, Task
 from pipeline.errors import GraphError, PeerLost
-from pipeline.executors import by_stage, shards
+from pipeline.executors import LOOPBACK, by_stage, shards
 from pipeline.executors.meetings import Meetings, TransferEnd
 from pipeline.executors.outputs import TaskResult
 from pipeline.executors.turns import Turns
 from pipeline.executors.worker import Worker, WorkerSettings
 from pipeline.plan.group_checks import one_process_problems
 from pipeline.plan.plan import Plan, PlannedStage
-from pipeline.plan.planner import server_groups, with_samples, worker_groups
+from pipeline.plan.planner import placed_groups, with_samples
 from pipeline.record.trace import Placed
 
 MEETING_DEADLINE_S = 900.0  # of the two sides of a transfer
-LOOPBACK = "127.0.0.1"
 LINGER_S = 0.2  # a stream reports when it ends or awaits; nothing else could run while it computes
 
 
@@ -63,7 +62,7 @@ class LocalExecutor:
         by_name = self._stages = {stage.name: stage for stage in stages}
         self._planned = {stage.name: stage for stage in plan.stages}
         self._turns = Turns(plan, lambda name, awake, room: [self._workers[name].turn(awake, room)])
-        groups = {group.name: group for group in (*worker_groups(stages, graph.host), *server_groups(stages))}
+        groups = {group.name: group for group in placed_groups(stages, graph.host)}
         if problems := tuple(one_process_problems(groups.values())):
             raise GraphError(*problems)
         for placed in plan.groups:

@@ -61,7 +61,7 @@ from pipeline.executors.transfers import Transfers
 from pipeline.executors.turns import Turns
 from pipeline.executors.worker import WorkerSettings
 from pipeline.plan.plan import PlacedGroup, Plan, PlannedStage
-from pipeline.plan.planner import server_groups, with_samples, worker_groups
+from pipeline.plan.planner import placed_groups, with_samples
 from pipeline.record.trace import Placed, Turned
 
 PLANE_ATTEMPTS = 5
@@ -110,7 +110,7 @@ class RayExecutor:
         settings = replace(settings, folders=tuple(map(str, folders)))
         os.environ.update({key: value for key, value in environment().items() if key not in os.environ})
         stages = with_samples(graph)
-        groups = {group.name: group for group in (*worker_groups(stages, graph.host), *server_groups(stages))}
+        groups = {group.name: group for group in placed_groups(stages, graph.host)}
         check_interpreters(groups.values())
         self._on_start("Ray")
         needed = cpus_of(plan.placed) + data_plane_cpus(self._storage_units, nodes=1)

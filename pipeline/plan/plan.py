@@ -156,6 +156,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     servers: tuple[PlacedGroup, ...] = ()
 
     @property
+    def drops_stale(self) -> bool:
+        """Whether groups that would be too old are dropped, so that a batch need not wait for them."""
+        return self.on_stale == "drop" and self.max_staleness > 0
+
+    @property
     def placed(self) -> tuple[PlacedGroup, ...]:
         """All groups that have workers: those that run stages, and those that serve them."""
         return (*self.groups, *self.servers)

@@ -50,6 +50,11 @@ def server_groups(stages: Sequence[Stage]) -> list[WorkerGroup]:
     return list({group.name: group for stage in stages if (group := server_of(stage))}.values())
 
 
+def placed_groups(stages: Sequence[Stage], host: WorkerGroup) -> list[WorkerGroup]:
+    """Return all worker groups that have workers: those that run `stages`, and those that serve them."""
+    return [*worker_groups(stages, host), *server_groups(stages)]
+
+
 def sample_fields(stages: Sequence[Stage]) -> list[Field]:
     """Return the fields that the data plane stores, in order of writing."""
     return [field for stage in stages for field in stage.writes if not field.per_step]

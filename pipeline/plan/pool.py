@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from pipeline.plan.plan import Plan, PlannedStage
+from pipeline.plan.plan import Plan
 
 
 def with_pool(made: Plan) -> Plan:
@@ -13,8 +13,7 @@ def with_pool(made: Plan) -> Plan:
     Without one, batches are fixed at admission: so it is in a plan that waits for slow groups and has no gate, or whose
     gate cannot decide before a batch is known.
     """
-    drops = made.on_stale == "drop" and made.max_staleness
-    if not drops and not (made.gate and made.ahead):
+    if not made.drops_stale and not (made.gate and made.ahead):
         return replace(made, pool=())
     bound = {name for fence in made.fences for name in (fence.before, fence.after)}
     external = {stage.name for stage in made.stages if stage.shape == "external"}
@@ -27,10 +26,7 @@ def with_pool(made: Plan) -> Plan:
         apart = stage.name not in bound and weights.isdisjoint((*stage.reads, *stage.writes))
         if free and apart and before <= pool:
             pool.add(stage.name)
-    if not drops and not {stage.name for stage in made.stages if stage.stamps or _is_gate(made, stage)} <= pool:
+    needed = {stage.name for stage in made.stages if stage.stamps} | ({made.gate.stage} if made.gate else set())
+    if not made.drops_stale and not needed <= pool:
         return replace(made, pool=())
     return replace(made, pool=tuple(stage.name for stage in made.stages if stage.name in pool))
-
-
-def _is_gate(made: Plan, stage: PlannedStage) -> bool:
-    return made.gate is not None and stage.name == made.gate.stage

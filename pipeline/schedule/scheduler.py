@@ -25,12 +25,11 @@ after that.
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Collection, Iterable, KeysView, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, KeysView, Sequence
 from itertools import islice
 
 from pipeline.declare.task import Task
-from pipeline.errors import Problem
 from pipeline.plan.plan import Plan, PlannedStage
 from pipeline.schedule.blockers import STOPPED, Blocker, Checkpoint, StageDone, Version, Weights
 from pipeline.schedule.board import Board, Step
@@ -55,6 +54,7 @@ from pipeline.schedule.events import (
     Saved,
     StepDone,
 )
+from pipeline.schedule.gate_drops import GateDrops
 from pipeline.schedule.grants import Grants, RunningTask
 from pipeline.schedule.lives import Freed
 from pipeline.schedule.readiness import Reader
@@ -91,7 +91,6 @@ class Scheduler:
         self._pending = deque(pending)
         self._next_group = start * plan.batch if next_group is None else next_group
         self._claimable: dict[int, None] = {}  # ready groups of the pool, in the order in which they became ready
-        self._drops = plan.on_stale == "drop"
         self._starved = False  # whether capacity limited the last admission
         self._steps_done = start
         self._settled = self._saved = start - 1  # the last step that can be saved, and was saved
@@ -344,7 +343,7 @@ class Scheduler:
             self._next_batch = pool.number = number + 1
             self._clear(number, freed, decisions)
             later = {group: reason for group, reason in pool.refused.items() if group > groups[-1]}
-            pool.refused = {} if self._drops else later
+            pool.refused = {} if self.plan.drops_stale else later
             for reader in pool.readers.values():
                 reader.step = pool.number
             self._let_go(pool, decisions)
@@ -358,14 +357,14 @@ class Scheduler:
         batch = self.plan.batch
         if self._next_batch >= self.plan.steps or len(self._claimable) < batch or self._stopping:
             return ()
-        if self._drops:
+        if self.plan.drops_stale:
             return tuple(sorted(islice(self._claimable, batch)))
         first = pool.groups[:batch]
         return tuple(first) if all(group in self._claimable for group in first) else ()
 
     def _let_go(self, pool: Step, decisions: list[Decision]) -> None:
         """Drop ready groups, and cancel groups being sampled, that are too old for the next batch."""
-        if not self._drops:
+        if not self.plan.drops_stale:
             return
         bound, oldest = self.plan.max_staleness, self._board.oldest
         old = [
@@ -476,22 +475,22 @@ class Scheduler:
 
     def _gives_up(self, step: Step, decisions: list[Decision]) -> bool:
         """End the run if the gate has dropped more groups of a batch than it may."""
-        if self.plan.gate is None:
+        gate, refused = self.plan.gate, self._refused(step)
+        if gate is None or not refused:
             return False
-        refused = self._refused(step)
-        if faults := self._too_many_faults(refused):
-            problem = self._faulty(step.number, faults, len(refused))
-        elif len(refused) + self.plan.batch > self.plan.gate.max_groups:
-            problem = self._exhausted(step, refused)
-        else:
-            return False
-        decisions.append(GiveUp(self.plan.gate.stage, step.number, problem))
-        return True
+        sampled = len(step.groups)
+        if step is self._board.pool:
+            sampled = len(refused) + sum(map(self._board.decided, step.groups[: self.plan.batch]))
+        drops = GateDrops(gate, self.plan.batch, refused)
+        problem = drops.problem(self._stages[gate.stage].where, step=step.number, sampled=sampled)
+        if problem:
+            decisions.append(GiveUp(gate.stage, step.number, problem))
+        return problem is not None
 
     def _refused(self, step: Step) -> dict[int, str]:
         """Return why the gate dropped groups of a batch. Of the pool, those before the last group that the next batch
         can have."""
-        if step is self._board.pool and not self._drops and len(step.groups) >= self.plan.batch:
+        if step is self._board.pool and not self.plan.drops_stale and len(step.groups) >= self.plan.batch:
             last = step.groups[self.plan.batch - 1]
             return {group: reason for group, reason in step.refused.items() if group < last}
         return step.refused
@@ -506,44 +505,6 @@ class Scheduler:
         lacking = self.plan.batch - step.kept - undecided
         if lacking > 0:
             self._add(step, lacking, decisions)
-
-    def _too_many_faults(self, refused: Mapping[int, str]) -> dict[int, str]:
-        """The groups and reasons that are failures, if the gate allows fewer. With any share it allows one."""
-        assert self.plan.gate is not None
-        gate = self.plan.gate
-        faults = {group: reason for group, reason in refused.items() if gate.fault and reason.startswith(gate.fault)}
-        allowed = max(1.0, gate.most_faults * (self.plan.batch + len(refused))) if gate.most_faults else 0.0
-        return faults if len(faults) > allowed else {}
-
-    def _faulty(self, step: int, faults: Mapping[int, str], refused: int) -> Problem:
-        assert self.plan.gate is not None
-        gate, sampled = self.plan.gate, self.plan.batch + refused
-        return Problem(
-            where=self._stages[gate.stage].where,
-            what=f"stage {gate.stage!r} dropped {len(faults)} of the {sampled} groups sampled "
-            f"for step {step + 1} since something failed: {_counted(faults.values())}; the last one is group "
-            f"{next(reversed(faults))}",
-            why=f"at most {gate.most_faults:.0%} of a step may fail, so that a run does not go on with what is left",
-            fix="correct what failed, whose output is in logs/ of the run, or allow more",
-        )
-
-    def _exhausted(self, step: Step, refused: Mapping[int, str]) -> Problem:
-        assert self.plan.gate is not None
-        gate, batch = self.plan.gate, self.plan.batch
-        sampled = len(step.groups)
-        if step is self._board.pool:
-            sampled = len(refused) + sum(self._board.decided(group) for group in step.groups[:batch])
-        faults = sum(bool(gate.fault) and reason.startswith(gate.fault) for reason in refused.values())
-        sampling = "use prompts that the model solves only sometimes, more samples per prompt, or a larger max_rounds"
-        failing = "correct what failed, whose output is in logs/ of the run"
-        return Problem(
-            where=self._stages[gate.stage].where,
-            what=f"stage {gate.stage!r} dropped {len(refused)} of {sampled} groups at step {step.number + 1} "
-            f"and the batch of {batch} is not full: {_counted(refused.values())}",
-            why=f"max_rounds={gate.max_groups // batch} allows {gate.max_groups} groups per step, so that a model that "
-            "learns nothing from its prompts does not sample forever",
-            fix=failing if 2 * faults > len(refused) else sampling,
-        )
 
     # Results of tasks.
 
@@ -657,10 +618,3 @@ class Scheduler:
             if waiter and waiter.units and len(waiter.blockers) == 1 and StageDone(name, number) in waiter.blockers:
                 return False
         return True
-
-
-def _counted(reasons: Collection[str]) -> str:
-    """The three most common reasons with their numbers, and the number of others."""
-    common = Counter(reasons).most_common(3)
-    others = len(reasons) - sum(count for _, count in common)
-    return ", ".join(f"{count} ({reason})" for reason, count in common) + (f", {others} others" if others else "")

@@ -102,8 +102,9 @@ def _stream(
         ran = [task for task in ran if not later_s.keys().isdisjoint(task.groups)]
         spans = {task.task: spans[task.task] for task in ran}
     waits = waits_by_task(tasks)
-    if waits.keys() >= spans.keys() and any(waits[n] for n in spans):
-        return _with_environments(plan, tasks, ran, streams, waits, later_s, most), {task.samples for task in ran}
+    timed = [task for task in ran if task.task in waits]
+    if any(waits[task.task] for task in timed):
+        return _with_environments(plan, tasks, timed, streams, waits, later_s, most), {task.samples for task in timed}
     wholes = {n: streams.within(n, span.end_s) + _later(tasks, n, later_s) for n, span in spans.items()}
     # Streams share a GPU from their first to their last token. Elsewhere, a group cannot finish before it is computed,
     # so the first group to finish bounds how long computing took.
@@ -123,7 +124,8 @@ def _stream(
             fraction = min(1.0, took_s / computed_s) if computed_s > 0 else 1.0
             wait_s = max(0.0, put.end_s + by_s - computed_at_s)
             came.update({number: Came(fraction, wait_s, tasks.tokens.get(number, 0)) for number in put.groups})
-    made = Recorded(line=fit(points, cores=used), batch=plan.batch, came=came)
+    processes = recorded_processes(tasks, stage.name)
+    made = Recorded(line=fit(points, cores=used), batch=plan.batch, came=came, processes=processes)
     return made, {task.samples for task in ran}
 
 
@@ -137,7 +139,8 @@ def _with_environments(
     most: float,
 ) -> Recorded:
     """Episodes: what they compute, apart from the time in which environments alone work (`waits`), since that passes
-    for several tasks at once. `later_s` changes the latter only."""
+    for several tasks at once. `later_s` changes the latter only. A task that is not recorded as a whole, as one whose
+    worker was lost, says neither."""
     points, came, away_s = [], {}, []
     cpu_s = sum(tasks.ran[task.task][0].cpu_s for task in ran)
     for task in ran:

@@ -13,6 +13,8 @@ import asyncio
 from asyncio import StreamReader, StreamWriter
 from dataclasses import dataclass
 
+from msgspec.structs import asdict
+
 from pipeline import StageError
 from pipeline.declare.task import ServerAddress
 from pipeline.declare.times import ENVIRONMENT, SampleTimes
@@ -108,18 +110,10 @@ class _Guest:
         times = SampleTimes()
         try:
             found = await place.ask(call.method, number, call.deadline_s, times, **given)
-            answer = SentAnswer(
-                number=call.number, said=found.said, tools=found.tools, most=found.most, end=found.end,
-                reward=found.reward, took_s=_took_s(times),
-            )  # fmt: skip
+            answer = SentAnswer(**asdict(found) | {"number": call.number}, took_s=times.seconds(ENVIRONMENT))
         except EnvironmentFailedError as error:
-            answer = SentAnswer(number=call.number, error=(error.kind, error.text), took_s=_took_s(times))
+            took_s = times.seconds(ENVIRONMENT)
+            answer = SentAnswer(number=call.number, error=(error.kind, error.text), took_s=took_s)
         except StageError:
             answer = SentAnswer(number=call.number, error=self._processes.unusable, is_loaded=False)
         self._writer.write(framed(answer))
-
-
-def _took_s(times: SampleTimes) -> float:
-    """Return the seconds of the environment."""
-    starts = [times.start_s, *(end_s for _, end_s in times.parts)]
-    return sum(end_s - start_s for start_s, (name, end_s) in zip(starts, times.parts) if name == ENVIRONMENT)

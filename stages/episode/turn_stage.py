@@ -17,10 +17,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline import Graph, Output, Stage, StageContext, Task, WorkerGroup
+from pipeline import Graph, Output, Stage, StageContext, Task
 from pipeline.declare.columns import Columns, plain_values
 from pipeline.declare.parameters import Rule, at_least, broken, number
-from pipeline.declare.task import ServerAddress
 from pipeline.declare.version_folders import VersionFolders
 from pipeline.errors import Problem, shown
 from stages.episode.environment import Deadlines, Tool
@@ -108,7 +107,8 @@ class TurnStage(SamplingStage, ABC):
         """What answers the policy, on this worker; its processes start with the first episode."""
 
     def _on_worker(self, context: StageContext, key: tuple[Any, ...], made: Callable[[Path | None, str], Any]) -> Any:
-        """What `made` makes from the folder and the name of its logs, once per worker for all stages with this key."""
+        """What `made` makes from the folder for logs and the name of this stage's files, once per worker for all stages
+        with this key."""
         if key not in context.shared:
             log = None if context.run_dir is None else context.run_dir / "logs"
             context.shared[key] = made(log, f"{self.name}-{context.group.name}-{context.rank}")
@@ -133,15 +133,6 @@ class TurnStage(SamplingStage, ABC):
     def at_once(self) -> Mapping[str, int]:
         """The most calls of what answers that run at the same time, by their part of an episode's time, if bounded."""
         return {}
-
-    @property
-    def server(self) -> WorkerGroup | None:
-        """The group whose workers have what answers the policy; None if it is beside the workers that sample."""
-        return None
-
-    def serve(self, context: StageContext, host: str) -> ServerAddress:
-        """Listen on a worker of that group."""
-        raise TypeError(f"{type(self).__name__} is served by no group")
 
     @property
     def positions(self) -> int:
@@ -267,9 +258,9 @@ class TurnStage(SamplingStage, ABC):
         from stages.episode.kept_turns import KeptTurns
 
         if context.run_dir is not None:
-            name = f"{self.name}-{context.group.name}-{context.rank}"
+            folders = VersionFolders(context.run_dir / "turns")
             settings = (context.seed, context.group.backend, self.model.source, self.sampling(self.turn_tokens))
-            context.shared[self._turns_key] = KeptTurns(VersionFolders(context.run_dir / "turns"), name, settings)
+            self._on_worker(context, self._turns_key, lambda _, name: KeptTurns(folders, name, settings))
 
     def plays(
         self,

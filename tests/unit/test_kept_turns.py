@@ -143,7 +143,7 @@ def test_only_what_a_run_can_go_on_with_stays(run_dir: RunDir) -> None:
         if version == 2:
             run_dir.checkpoint(version).mkdir()
         kept.keep(name, NextTurn(torch.zeros(1, dtype=torch.long), 0, 4, 0), drawn(version, version))
-        turns_of(run_dir).keep_for(version, run_dir.checkpoint_steps())
+        turns_of(run_dir).keep_for(version, run_dir.checkpoint_steps)
     kept.keep(name, NextTurn(torch.zeros(1, dtype=torch.long), 0, 4, 1), drawn(6, 7))
     assert sorted(turns_of(run_dir).by_version()) == [2, 4, 5]
     turns_of(run_dir).forget(lambda version: version != 2)

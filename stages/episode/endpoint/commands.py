@@ -14,7 +14,6 @@ import os
 import re
 import secrets
 import subprocess
-import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -30,6 +29,7 @@ from stages.episode.endpoint.session import CommandEnded, NextRequest, Session
 from stages.episode.environment import Reply
 from stages.episode.frames import HostAnswer, framed, frames
 from stages.episode.host import is_end
+from stages.episode.loop_thread import LoopThread
 from stages.episode.processes import EnvironmentFailedError
 
 CLOSE_S = 5.0  # until what the commands leave is gone
@@ -62,13 +62,13 @@ class CommandPlace:
 
     def start(self, method: str, episode: int, deadline_s: float, **given: Any) -> Future[HostAnswer]:
         """Do as `ask` does, without waiting."""
-        return self._commands.run(
-            self._close(deadline_s) if method == "close" else self._called(method, deadline_s, **given)
-        )
+        call = self._close(deadline_s) if method == "close" else self._called(method, deadline_s, **given)
+        made: Future[HostAnswer] = self._commands.loop.run(call)
+        return made
 
     def kill(self) -> None:
         """End the command at once."""
-        self._commands.run(self._close(0.0))
+        self._commands.loop.run(self._close(0.0))
 
     async def _called(
         self,
@@ -134,13 +134,7 @@ class Commands:
         self._keeper: tuple[subprocess.Popen[bytes], asyncio.StreamWriter] | None = None
         self._serving: asyncio.Task[None] | None = None
         self._starting = asyncio.Lock()
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True, name="endpoint")
-        self._thread.start()
-
-    def run(self, coroutine: Any) -> Future[HostAnswer]:
-        """Run a coroutine in the loop of these commands."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        self.loop = LoopThread("endpoint")
 
     def number(self) -> int:
         """A number for the next episode."""
@@ -184,11 +178,8 @@ class Commands:
     def close(self) -> None:
         """End all commands."""
         with suppress(TimeoutError):
-            asyncio.run_coroutine_threadsafe(self._end(), self._loop).result(2 * CLOSE_S)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(CLOSE_S)
-        if not self._thread.is_alive():
-            self._loop.close()
+            self.loop.run(self._end()).result(2 * CLOSE_S)
+        self.loop.close()
 
     async def _end(self) -> None:
         if self._keeper is not None and self._serving is not None:
