@@ -13,15 +13,17 @@ import os
 import re
 import secrets
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
-from tests.forked import forked_workers
+from tests.forked import Command, forked_workers
 
 REPOSITORY = str(Path(__file__).resolve().parents[1])
 if REPOSITORY not in sys.path:
@@ -161,3 +163,14 @@ def signals_are_not_ignored() -> Iterator[None]:
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
+
+
+@pytest.fixture
+def forked_environments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fork the processes beside a worker, so that they start without their imports; tests of runs start real ones."""
+    from stages.episode import companion
+
+    def forked(command: list[str], **given: Any) -> Command:
+        return Command("-m", command[2], "3", **given)
+
+    monkeypatch.setattr(companion, "subprocess", SimpleNamespace(Popen=forked, DEVNULL=subprocess.DEVNULL))

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from tests.doors import REPOSITORY
+from tests.forked import FORKS
 from tests.hosts import hosts
 
 SCRIPT = Path(__file__).with_name("environments_apart.py")
@@ -18,7 +19,7 @@ def test_environments_on_another_node_are_those_beside_the_sampler_whatever_is_k
     """A process and a worker of the group, in the middle of turns: weights have the bits of a run in one process, and
     no process is left, which the script waits for."""
     words = [sys.executable, str(SCRIPT), str(tmp_path)]
-    given = {"timeout": 300, "cwd": REPOSITORY, "env": os.environ | {"PYTHONPATH": str(REPOSITORY)}}
+    given = {"timeout": 300, "cwd": REPOSITORY, "env": os.environ | FORKS | {"PYTHONPATH": str(REPOSITORY)}}
     done = subprocess.run(words, capture_output=True, text=True, check=False, **given)
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout.splitlines()[-1])

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
 import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from random import Random
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -22,10 +20,8 @@ from pipeline.plan.planner import plan
 from pipeline.record import trace
 from pipeline.rundir import RunDir
 from stages import ClippedLoss, Deadlines, End, Environment, Filter, Reply, TruncatedIS
-from stages.episode import companion
 from stages.episode.play import Play
 from tests.chaos.unruly import AsyncUnruly, Unruly
-from tests.forked import Command
 from tests.journal.checker import audit
 from tests.unit.test_episode import TEXTS, Worker, episode, is_running, run_graph
 
@@ -103,17 +99,12 @@ def test_plain_methods_beside_coroutines_run_one_by_one_and_their_deadlines_do_n
     assert made["end"] == ["answered"] * 4 and retried == [0.0]
 
 
-def forked(command: list[str], **given: Any) -> Command:
-    """Start a process of environments without its imports."""
-    return Command("-m", "stages.episode.host", "3", **given)
-
-
 @pytest.mark.parametrize("seed", [*range(FEW), *(pytest.param(i, marks=pytest.mark.search) for i in range(FEW, SEEDS))])
 def test_a_run_with_unruly_environments_is_sound(
-    tmp_path: Path, plays: Plays, seed: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, plays: Plays, seed: int, request: pytest.FixtureRequest
 ) -> None:
     if seed >= FEW:
-        monkeypatch.setattr(companion, "subprocess", SimpleNamespace(Popen=forked, DEVNULL=subprocess.DEVNULL))
+        request.getfixturevalue("forked_environments")
     (tmp_path / "notes").mkdir()
     environment, given = settings_of(seed, tmp_path / "notes")
     events = execute(tmp_path / "run", graph(environment, **given))

@@ -26,6 +26,8 @@ from tests.doors import REPOSITORY
 from tests.unit.test_episode import FAST, SAMPLER, Worker, is_running, same
 from tests.unit.tiny import QWEN3
 
+pytestmark = pytest.mark.usefixtures("forked_environments")
+
 AGENT = REPOSITORY / "tests" / "agent.py"
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
 POLICY = Model("tiny", config=QWEN3, alphabet="0123456789abc", chat_template=TEMPLATE)

@@ -44,6 +44,8 @@ from tests.unit.test_episode import (
 )
 from tests.waiting import until
 
+pytestmark = pytest.mark.usefixtures("forked_environments")
+
 ENVS = WorkerGroup("envs", workers=2)
 HERE = "127.0.0.1"
 ROW = {"row": {"prompt": "1"}, "seed": (4,)}

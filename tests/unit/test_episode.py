@@ -74,6 +74,7 @@ from tests.unit.streams import collected
 from tests.unit.tiny import QWEN3
 
 torch.set_num_threads(1)
+pytestmark = pytest.mark.usefixtures("forked_environments")
 POLICY = Model("tiny", config=QWEN3, alphabet="0123456789abc")
 SAMPLER = WorkerGroup("sampler", backend="torch", threads=1)
 TEXTS = ["1", "0123", "ab", "77"]

@@ -22,6 +22,7 @@ from tests.unit.streams import whole
 from tests.unit.test_episode import TEXTS, Worker, episode, execute, published, run_graph, same
 
 torch.set_num_threads(1)
+pytestmark = pytest.mark.usefixtures("forked_environments")
 
 
 @pytest.fixture

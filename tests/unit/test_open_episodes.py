@@ -36,6 +36,7 @@ from tests.unit.test_episode import TEXTS, Worker, episode, execute, run_graph
 from tests.waiting import until
 
 torch.set_num_threads(1)
+pytestmark = pytest.mark.usefixtures("forked_environments")
 
 
 @dataclass(frozen=True)
