@@ -3,7 +3,7 @@
 python -m benchmarks.gpu.calculator --data FOLDER [--taught-s 90] [--steps 30] [--prompts 32] [--samples 8]
                                     [--lr 1e-5] [--taught FOLDER] [--only teach] [--cpu] [--out FILE]
 
-No trained weights are needed: a model of 100 M parameters begins at random and learns the solutions of train.jsonl for
+No trained weights are needed: a model of 89 M parameters begins at random and learns the solutions of train.jsonl for
 `--taught-s` seconds, next token by next token. The notes `<<48/2=24>>` that they have for a calculator become calls of
 the tool, and what follows them its answers, in the same chat that the recipe writes. It remembers more than it
 calculates, so its held-out score stays low. Then the recipe trains it: vLLM and Megatron-core in turns on the GPU. The
@@ -226,7 +226,7 @@ def main() -> None:
             return
         rows = [trained(options, model, Path(scratch) / "run")]
     notes = (
-        f"{options.prompts} x {options.samples} episodes per step; a model of 100 M parameters that was taught the "
+        f"{options.prompts} x {options.samples} episodes per step; a model of 89 M parameters that was taught the "
         f"solutions of train.jsonl for {options.taught_s:g} s from random weights; 1,000 held-out problems."
     )
     shown = [name for name in rows[0] if name not in ("curve", "mismatch_kl")]
