@@ -177,7 +177,10 @@ def trained(options: argparse.Namespace, model: Path, folder: Path) -> dict[str,
         given |= {"--sampler-gpus": 1, "--learner-gpus": 1, "--sampler-memory": 0.5}
     flags = [str(each) for pair in given.items() for each in pair] + (["--colocated"] if not options.cpu else [])
     command = [sys.executable, "-m", "pipeline.run", "graphs/gsm8k.py", "--tool", *flags, "--plain"]
-    subprocess.run(command, check=True, timeout=options.timeout_s)
+    try:
+        subprocess.run(command, check=True, timeout=options.timeout_s)
+    except subprocess.TimeoutExpired:
+        print(f"the recipe was ended after {options.timeout_s:g} s; the table has its steps so far", flush=True)
     steps = [json.loads(line) for line in RunDir(folder).metrics.read_text().splitlines()]
     scores = [step["eval/math_verify"] for step in steps if "eval/math_verify" in step]
     steps = [step for step in steps if "reward/math_verify" in step]

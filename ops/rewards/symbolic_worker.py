@@ -33,8 +33,9 @@ def main() -> None:
     logging.disable(logging.CRITICAL)
     try:
         verdict("1", "1")  # compiles the patterns and the grammar
-    except ImportError as error:
-        print(json.dumps(["broken", f"math-verify cannot be imported: {error}"]), file=replies, flush=True)
+    except Exception as error:  # noqa: BLE001 - a package of another version may raise anything
+        why = error if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
+        print(json.dumps(["broken", f"math-verify cannot be imported: {why}"]), file=replies, flush=True)
         return
     sys.set_int_max_str_digits(0)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, resource.getrlimit(resource.RLIMIT_AS)[1]))

@@ -237,7 +237,7 @@ def test_large_questions_and_replies(tmp_path):
     workers.close()
 
 
-def test_a_process_that_does_not_start_says_why(tmp_path):
+def test_a_process_that_does_not_start_says_why(tmp_path, monkeypatch):
     path = tmp_path / "broken.py"
     path.write_text('print(\'["broken", "math-verify cannot be imported: no such module"]\')')
     with pytest.raises(RuntimeError, match="math-verify cannot be imported: no such module"):
@@ -245,6 +245,10 @@ def test_a_process_that_does_not_start_says_why(tmp_path):
     path.write_text("raise SystemExit(3)")
     with pytest.raises(RuntimeError, match="ended with status 3 while starting"):
         Workers([sys.executable, str(path)], 1).ask([1], 1.0)
+    (tmp_path / "math_verify.py").write_text("raise Exception('a grammar of another version')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(RuntimeError, match="cannot be imported: Exception: a grammar of another version"):
+        Workers([sys.executable, symbolic_worker.__file__], 1).ask([1], 1.0)
 
 
 def problems(stage):
