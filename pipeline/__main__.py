@@ -18,6 +18,7 @@ from pipeline.errors import GraphError, Problem
 
 COMMANDS = {
     "run": "check, draw, run, resume or replay a graph",
+    "new": "copy a recipe, to edit",
     "view": "show runs in a browser",
     "analyse": "say why a step takes as long as it does, and compare runs",
     "simulate": "predict what a change would do to a run",
@@ -44,7 +45,7 @@ def _main(argv: list[str]) -> int:
         print("\nsluice COMMAND --help shows the flags of a command; sluice --version, the version.")
         return 0
     if name in ("version", "-V", "--version"):
-        print(f"{precedence.SCRIPT} {metadata.version(precedence.SCRIPT)}")
+        print(f"{precedence.SCRIPT} {metadata.version(precedence.DISTRIBUTION)}")
         return 0
     if name not in COMMANDS:
         raise GraphError(

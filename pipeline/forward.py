@@ -3,8 +3,8 @@ the metrics of a run to other services.
 
 Reads metrics.jsonl, so it can follow a live run or forward a finished one; `pipeline.run` with the same flags starts it
 beside the run. Each step is forwarded once: a step that a resumed run repeats keeps its first values. Needs the
-service's package (pip install 'sluice[tensorboard]', 'sluice[wandb]', 'sluice[mlflow]') and takes keys from the
-environment only. Exit codes: 0 done; 2 RUN, a flag or a service is wrong.
+service's package (pip install 'sluice-rl[tensorboard]', 'sluice-rl[wandb]', 'sluice-rl[mlflow]') and takes keys from
+the environment only. Exit codes: 0 done; 2 RUN, a flag or a service is wrong.
 
     python -m pipeline.forward runs/quickstart-... --tensorboard tb --follow
 """

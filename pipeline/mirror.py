@@ -27,6 +27,7 @@ import msgspec
 from pipeline.cli.command import Parser, exit_code, natural
 from pipeline.cli.console import print_problems
 from pipeline.cli.ended import ended_input
+from pipeline.cli.recipes import graph_path
 from pipeline.cli.resume import recorded
 from pipeline.errors import GraphError, Problem, SluiceError
 from pipeline.mirrors.beside import SILENT_S, Said
@@ -133,8 +134,14 @@ def _fetch(url: str, folder: str | None, more: str | None, step: int | None) -> 
     arrived = _Arrived()
     done, damaged = fetch(opened(url, flag="--fetch"), run, step, arrived.add)
     print_problems(msgspec.structs.replace(problem, warning=True) for problem in damaged)
-    graph = Path(recorded(folder).file)
-    again = [*typed("pipeline.run"), str(graph if graph.is_file() else run.graph), "--run-dir", folder, "--resume"]
+    graph = recorded(folder).file
+    again = [
+        *typed("pipeline.run"),
+        graph if graph_path(graph).is_file() else str(run.graph),
+        "--run-dir",
+        folder,
+        "--resume",
+    ]
     print(f"{folder}: the checkpoint after {done} steps, {arrived.bytes:,} bytes\nresume: {shlex.join(again)}")
 
 

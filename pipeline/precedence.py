@@ -18,6 +18,7 @@ from types import ModuleType
 from typing import Any
 
 SCRIPT = "sluice"  # the installed command
+DISTRIBUTION = "sluice-rl"  # what pip calls all of it
 PACKAGES = ("pipeline", "stages", "ops", "graphs")
 HOME = Path(__file__).resolve().parents[1]
 STARTUP = Path(__file__).resolve().with_name("startup")

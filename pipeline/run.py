@@ -106,7 +106,7 @@ def _main(argv: list[str]) -> int:
         )
     leave_none()
     with in_time(Path(named)), Original().only(named):
-        file = load(Path(named))
+        file = load(named)
         parser = _parser(add_help=True)
         parser.graph_file = named
         parser.description = file.says
@@ -132,7 +132,7 @@ def _main(argv: list[str]) -> int:
     if options.mirror:
         check_address(options.mirror, flag="--mirror")
     if options.check:
-        print(f"{file.path}: {len(planned.stages)} stages, {len(planned.edges)} edges, no problem found")
+        print(f"{file.named}: {len(planned.stages)} stages, {len(planned.edges)} edges, no problem found")
         return 0
     if options.plan:
         console.print_plan(planned)
@@ -148,7 +148,7 @@ def _parser(*, add_help: bool) -> Parser:
     parser = Parser(
         prog=" ".join(typed("pipeline.run")), usage="%(prog)s GRAPH [flags]", add_help=add_help, epilog=EXIT_CODES
     )
-    parser.add_argument("graph", nargs="?", help="a Python file with a function graph()")
+    parser.add_argument("graph", nargs="?", help="a Python file with a function graph(), or the name of a recipe")
     what = parser.add_mutually_exclusive_group()
     what.add_argument(
         "--list",
@@ -327,7 +327,7 @@ def _from_the_start(run_dir: RunDir, aside: Path) -> Problem:
 def _resume_command(asked: _Asked, run_dir: RunDir) -> str:
     options = asked.options
     mirror = ["--mirror", options.mirror] if options.mirror else []
-    command = [*typed("pipeline.run"), str(asked.file.path), *executor_words(options), *mirror]
+    command = [*typed("pipeline.run"), asked.file.named, *executor_words(options), *mirror]
     return shlex.join([*command, "--run-dir", asked.near(run_dir.path), "--resume"])
 
 
@@ -413,7 +413,7 @@ def _print_way_on(asked: _Asked, run_dir: RunDir) -> None:
     checkpoint."""
     flags = [word for name, value in asked.values.items() for word in spelled(name, value)]
     for _, folder in [each for each in _failures(run_dir) if each not in asked.failures][-1:]:
-        command = [*typed("pipeline.run"), str(asked.file.path), *flags, "--replay", asked.near(folder)]
+        command = [*typed("pipeline.run"), asked.file.named, *flags, "--replay", asked.near(folder)]
         print(f"replay: {shlex.join(command)}", file=sys.stderr)
     steps = run_dir.checkpoint_steps()
     at = f"from step {steps[-1]}" if steps else "from the start: no checkpoint was written yet"

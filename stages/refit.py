@@ -34,7 +34,7 @@ NCCL = "nccl.core"
 _COPIES = {  # of the weights: kept by the source, and by the target (benchmarks/results/gpu.refit_matrix.apart.json)
     "pull": (1.0, 0.0), "messages": (1.0, 0.0), "golden": (1.0, 1.0), "broadcast": (1.9, 0.9), "p2p": (1.5, 0.5),
 }  # fmt: skip
-NEEDS_NCCL, INSTALL_NCCL = "the package nccl4py, which is not installed", "pip install 'sluice[nccl]'"
+NEEDS_NCCL, INSTALL_NCCL = "the package nccl4py, which is not installed", "pip install 'sluice-rl[nccl]'"
 
 
 @dataclass(frozen=True)

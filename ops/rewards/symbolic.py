@@ -65,7 +65,7 @@ class MathVerify:
     def problems(self) -> Iterator[tuple[str, str, str]]:
         """Yield the problems of the description and the installation, as (what, why, fix)."""
         if importlib.util.find_spec("math_verify") is None:
-            yield "math_verify needs the package 'math-verify'", "it is not installed", "pip install -e '.[math]'"
+            yield "math_verify needs the package 'math-verify'", "it is not installed", "pip install 'sluice-rl[math]'"
         if not (_is_number(self.timeout_s) and self.timeout_s > 0):
             yield (
                 f"MathVerify has timeout_s={self.timeout_s!r}",

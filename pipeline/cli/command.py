@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 
 from pipeline.cli import console
 from pipeline.cli.output import discard, open_standard_files
+from pipeline.cli.recipes import graph_path
 from pipeline.engine.termination import SIGNALS
 from pipeline.errors import GraphError, Problem, SluiceError, mistaken_import, shown
 from pipeline.forks import exit_now, keep
@@ -308,7 +309,9 @@ def _spelled(word: str) -> str:
 
 
 def graph_named(argv: Sequence[str], positional: str | None) -> str | None:
-    """Return the graph file of a command line: the first argument, or the first Python file if flags come before it."""
-    if positional is None or Path(positional).exists():
+    """Return the graph of a command line: the first argument, or the first Python file or recipe if flags come before
+    it."""
+    if positional is None or graph_path(positional).exists():
         return positional
-    return next((word for word in argv if word.endswith(".py") and not word.startswith("-")), positional)
+    words = (word for word in argv if not word.startswith("-"))
+    return next((word for word in words if word.endswith(".py") or graph_path(word).is_file()), positional)

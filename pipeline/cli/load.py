@@ -18,6 +18,7 @@ from typing import Any
 from pipeline.cli.flags import Flag, flags_of, line_of, plain
 from pipeline.cli.imported import hidden_imports, rename
 from pipeline.cli.raised import meant, place_of
+from pipeline.cli.recipes import graph_path, names
 from pipeline.declare.graph import Graph
 from pipeline.engine.watchdog import Watchdog
 from pipeline.errors import CALLED, GraphError, Problem, SluiceError, is_users, kind_of, line_of_frame, message_of
@@ -30,8 +31,9 @@ _doing: list[str] = []  # what is done with the graph, if not declaring it
 
 @dataclass(frozen=True)
 class GraphFile:
-    """A loaded graph file: its module, its function and its flags."""
+    """A loaded graph file: what the command line calls it, its path, its module, its function and its flags."""
 
+    named: str
     path: Path
     module: types.ModuleType
     function: Callable[..., Graph]
@@ -117,8 +119,10 @@ def doing(said: str) -> Iterator[None]:
         _doing.pop()
 
 
-def load(path: Path) -> GraphFile:
-    """Import a graph file. Raises GraphError if it is missing, does not import, or has no usable graph()."""
+def load(named: str | Path) -> GraphFile:
+    """Import a graph file, by its path or as a recipe by its name. Raises GraphError if it is missing, does not import,
+    or has no usable graph()."""
+    path = graph_path(str(named))
     if not path.is_file():
         raise GraphError(_no_file(path))
     module = _import(path)
@@ -132,13 +136,14 @@ def load(path: Path) -> GraphFile:
                 fix="def graph(steps: int = 100) -> Graph: ...",
             )
         )
-    return GraphFile(path, module, function, flags_of(path, function))
+    return GraphFile(str(named), path, module, function, flags_of(path, function))
 
 
 def _no_file(path: Path) -> Problem:
     folder = path if path.is_dir() else path.parent
     beside = sorted(str(p) for p in folder.glob("*.py")) if folder.is_dir() else []
-    near = [name for name in beside if name == f"{path}.py"] or difflib.get_close_matches(str(path), beside, n=1)
+    near = [name for name in beside if name == f"{path}.py"]
+    near = near or difflib.get_close_matches(str(path), [*beside, *names()], n=1)
     return Problem(
         where=str(path),
         what="this is a folder" if path.is_dir() else "there is no such file",

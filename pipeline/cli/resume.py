@@ -60,7 +60,7 @@ def describe(
     source = Path(file.module.__file__ or file.path)  # absolute, as the graph file may leave the working directory
     record = RunRecord(
         graph=planned.name,
-        file=str(file.path),
+        file=file.named,
         args=values,
         seed=seed,
         executor=executor,

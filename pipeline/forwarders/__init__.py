@@ -50,7 +50,7 @@ def check(service: str, where: str) -> None:
                 where=f"--{service}",
                 what=f"the package {service} is not installed",
                 why="services are not dependencies of Sluice",
-                fix=f"pip install 'sluice[{service}]'",
+                fix=f"pip install 'sluice-rl[{service}]'",
             )
         )
 

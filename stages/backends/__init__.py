@@ -102,7 +102,7 @@ for _backend in (
     Backend(
         name="vllm",
         packages=("vllm",),
-        install="pip install -e '.[vllm]', or on a CPU bash .ci/install-vllm-cpu",
+        install="pip install 'sluice-rl[vllm]', or on a CPU python -m stages.backends.vllm.install_cpu",
         can=("sample",),
         opener="stages.backends.vllm.engine:open_engine",
         checks="stages.backends.vllm.limits:problems",
@@ -117,7 +117,7 @@ for _backend in (
     Backend(
         name="megatron",
         packages=("megatron.core",),
-        install="pip install -e '.[megatron]'",
+        install="pip install 'sluice-rl[megatron]'",
         can=("score", "train"),
         opener="stages.backends.megatron.engine:open_engine",
         checks="stages.backends.megatron.limits:problems",
@@ -296,7 +296,7 @@ def _pillow_problems(group: WorkerGroup) -> Iterator[Problem]:
             where=str(group.location),
             what=f"worker group {group.name!r} has a model with images=True, which needs the package 'PIL'",
             why="it reads images, and is not installed",
-            fix="pip install -e '.[vision]'",
+            fix="pip install 'sluice-rl[vision]'",
         )
 
 

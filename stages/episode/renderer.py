@@ -26,7 +26,7 @@ class ChatRenderer:
             from renderers import config_from_name, create_renderer
         except ModuleNotFoundError as error:
             raise self._error(
-                message_of(error), "it is an extra of Sluice", "pip install 'sluice[renderers]'"
+                message_of(error), "it is an extra of Sluice", "pip install 'sluice-rl[renderers]'"
             ) from None
         try:
             if family in UNFIT:

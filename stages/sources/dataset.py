@@ -265,7 +265,7 @@ def _needs(package: str, where: str, located: Files | SavedDataset | Hub) -> Fil
             where,
             f"the package {package!r} is not installed",
             "it reads Parquet files" if package == "pyarrow" else "it reads data sets of the Hugging Face hub",
-            "pip install -e '.[data]'",
+            "pip install 'sluice-rl[data]'",
         )
     return located
 

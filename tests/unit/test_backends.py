@@ -66,7 +66,7 @@ def test_a_missing_package_is_named_with_the_line_that_installs_it(
 ) -> None:
     monkeypatch.setattr(registry, "is_installed", lambda name: False)
     (text,) = texts(WorkerGroup("g", backend=backend))
-    assert f"needs the package '{package}'; it is not installed. Fix: pip install -e '.[{extra}]'" in text
+    assert f"needs the package '{package}'; it is not installed. Fix: pip install 'sluice-rl[{extra}]'" in text
 
 
 @pytest.mark.usefixtures("installed")

@@ -255,7 +255,7 @@ def test_the_command_sluice_says_what_it_is(monkeypatch, capsys):
         assert capsys.readouterr().out.startswith("usage: sluice COMMAND [flags]\n")
     for argv in (["--version"], ["-V"], ["version"]):
         assert main(argv) == 0
-        assert capsys.readouterr().out == f"sluice {metadata.version('sluice')}\n"
+        assert capsys.readouterr().out == f"sluice {metadata.version('sluice-rl')}\n"
     for argv in (["help", "export"], ["--help", "export"], ["export", "-h"]):
         with pytest.raises(SystemExit) as ended:
             main(argv)

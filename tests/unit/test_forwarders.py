@@ -210,7 +210,8 @@ def test_a_run_has_a_key_of_its_own(recorded, tmp_path):
 def test_a_package_that_is_not_there_is_a_problem(service, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(
-        GraphError, match=rf"--{service}: the package {service} is not installed; .*pip install 'sluice\[{service}\]'"
+        GraphError,
+        match=rf"--{service}: the package {service} is not installed; .*pip install 'sluice-rl\[{service}\]'",
     ):
         opened(service, "x", Described(name="", key="", graph="", flags={}))
 

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from pipeline import run
-from pipeline.cli.listing import RECIPES, recipes
+from pipeline.cli.recipes import RECIPES, recipes
 
 
 def test_every_recipe_says_what_it_is():
@@ -33,7 +33,7 @@ def test_what_is_no_recipe_is_left_out(tmp_path):
 def test_the_command_lists_recipes_and_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert run.main(["--list"]) == 0
-    assert "quickstart.py" in (out := capsys.readouterr().out) and "no run in runs" in out
+    assert "quickstart " in (out := capsys.readouterr().out) and "no run in runs" in out
     (tmp_path / "runs" / "mine-1").mkdir(parents=True)
     described = {"graph": "mine", "started": "2026-01-01T00:00:00+0000"}
     (tmp_path / "runs" / "mine-1" / "run.json").write_text(json.dumps(described))

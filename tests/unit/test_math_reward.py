@@ -289,5 +289,5 @@ def test_a_missing_package_is_found_by_the_check(monkeypatch):
     stage = Reward(MathVerify())
     assert problems(stage) == [
         f"{stage.location}: math_verify needs the package 'math-verify'; it is not installed. "
-        "Fix: pip install -e '.[math]'"
+        "Fix: pip install 'sluice-rl[math]'"
     ]

@@ -66,5 +66,5 @@ def test_auto_warns_of_a_missing_package_that_only_several_machines_need(monkeyp
     for groups, told in ((GPU, True), (CPU, False), (SHARED, False)):
         found = [problem for problem in Refit(POLICY, **groups).check(None) if "transport='auto'" in problem.what]  # type: ignore[arg-type]
         assert [(problem.warning, problem.fix) for problem in found] == [
-            (True, "pip install 'sluice[nccl]', or keep both worker groups on one machine")
+            (True, "pip install 'sluice-rl[nccl]', or keep both worker groups on one machine")
         ] * told

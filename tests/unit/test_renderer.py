@@ -193,7 +193,7 @@ def test_what_it_cannot_write_is_refused(family: str, said: list[Any], text: str
 
 def test_without_the_library_it_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "renderers", None)
-    with pytest.raises(StageError, match=r"pip install 'sluice\[renderers\]'"):
+    with pytest.raises(StageError, match=r"pip install 'sluice-rl\[renderers\]'"):
         ChatRenderer("qwen3", tokenizer(), "graph.py:3")
 
 

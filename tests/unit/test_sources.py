@@ -398,7 +398,7 @@ def test_a_package_that_is_missing(tmp_path, monkeypatch):
     for source, package in (("openai/gsm8k", "datasets"), (tmp_path / "d.parquet", "pyarrow")):
         found = problem(Prompts(source))
         assert found.what == f"the package {package!r} is not installed"
-        assert found.fix == "pip install -e '.[data]'"
+        assert found.fix == "pip install 'sluice-rl[data]'"
     assert problems(Prompts(write(tmp_path / "d.jsonl", rows(1)))) == []
 
 

