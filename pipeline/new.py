@@ -43,13 +43,14 @@ def _main(argv: list[str]) -> int:
         with path.open("x", encoding="utf-8") as file:
             file.write(text)
     except OSError as error:
-        what = (
-            "there is such a file already" if isinstance(error, FileExistsError) else f"it cannot be written: {error}"
-        )
-        fix = "choose another name" if isinstance(error, FileExistsError) else way_out(error, "choose another folder")
+        what, fix = f"it cannot be written: {error.strerror}", way_out(error, "choose another folder")
+        if isinstance(error, FileExistsError):
+            what, fix = "there is such a file already", "choose another name"
+        elif not path.parent.is_dir():
+            what, fix = "its folder does not exist", f"mkdir -p {shlex.quote(str(path.parent))}"
         why = "a recipe is copied into a new file"
         raise GraphError(Problem(where=str(path), what=what, why=why, fix=fix)) from error
-    print(f"{path}: a copy of the recipe {recipe}\nrun it: {' '.join(typed('pipeline.run'))} {path}")
+    print(f"{path}: a copy of the recipe {recipe}; its first lines say how to run it")
     return 0
 
 
