@@ -46,7 +46,7 @@ def _main(argv: list[str]) -> int:
         what, fix = f"it cannot be written: {error.strerror}", way_out(error, "choose another folder")
         if isinstance(error, FileExistsError):
             what, fix = "there is such a file already", "choose another name"
-        elif not path.parent.is_dir():
+        elif not path.parent.exists():
             what, fix = "its folder does not exist", f"mkdir -p {shlex.quote(str(path.parent))}"
         why = "a recipe is copied into a new file"
         raise GraphError(Problem(where=str(path), what=what, why=why, fix=fix)) from error

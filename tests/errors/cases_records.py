@@ -22,6 +22,13 @@ def _write(name: str, content: str) -> Callable[[Path], None]:
 
 
 CASES = [
+    reading("new_nothing", "new"),
+    reading("new_over_a_file", "new", "graph"),
+    reading("new_in_no_folder", "new", "my work/mine"),
+    reading("new_in_a_file", "new", "graph.py/mine"),
+    reading("new_of_no_recipe", "new", "mine", "--from", "grop"),
+    reading("new_like_a_module", "new", "random"),
+    reading("new_with_a_space", "new", "a b"),
     reading("analyse_nothing", "analyse"),
     reading("analyse_no_run", "analyse", "runs"),
     reading("analyse_no_record", "analyse", "run", change=remove("run/events.jsonl")),
