@@ -13,11 +13,13 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import aiohttp
 import pytest
 
 from pipeline import Model
 from stages import Deadlines, End, Endpoint, Environment, Episode, Messages, Reply
 from stages.episode.conversation import calls_in
+from stages.episode.endpoint import server
 from stages.episode.endpoint.commands import Commands, filled, result_in
 from stages.episode.endpoint.requests import TurnRequest
 from stages.episode.endpoint.session import REWRITTEN, Session, SessionOverError
@@ -155,11 +157,48 @@ def test_clients_of_others_call_tools(client: str) -> None:
     assert rest == [[{"role": "tool", "content": "8"}], [{"role": "tool", "content": "42"}], (TURNS[-1][0], 1.0)]
 
 
+def test_what_is_not_served_is_refused_in_the_form_of_its_api(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unknown paths, other methods, and bodies that are too large."""
+    monkeypatch.setattr(server, "MOST_BYTES", 1 << 20)
+    large = bytes((1 << 20) + 1)
+
+    async def run() -> None:
+        served = server.EndpointServer()
+        served.sessions["sk-1"] = Session()
+        await served.start()
+        try:
+            async with aiohttp.ClientSession(
+                f"http://{server.HOST}:{served.port}", headers={"x-api-key": "sk-1"}
+            ) as asking:
+                for method, path, body, status, kind in (
+                    ("POST", "/v1/responses", b"{}", 404, "invalid_request_error"),
+                    ("GET", "/v1/chat/completions", b"", 405, "invalid_request_error"),
+                    ("POST", "/v1/models", b"", 405, "invalid_request_error"),
+                    ("POST", "/v1/chat/completions", large, 413, "invalid_request_error"),
+                    ("POST", "/v1/messages/count_tokens", b"{}", 404, "not_found_error"),
+                    ("GET", "/v1/messages", b"", 405, "invalid_request_error"),
+                    ("POST", "/v1/messages", large, 413, "request_too_large"),
+                ):
+                    async with asking.request(method, path, data=body) as answer:
+                        made, allow = await answer.json(), answer.headers.get("Allow", "")
+                    assert answer.status == status and (made.get("type") == "error") == ("/messages" in path)
+                    assert made["error"]["type"] == kind and bool(allow) == (status == 405)
+                    what = (
+                        "more than 1 MiB" if status == 413 else f"{method} {path} is not served; this endpoint has POST"
+                    )
+                    assert what in made["error"]["message"]
+        finally:
+            await served.stop()
+
+    asyncio.run(run())
+
+
 def test_commands_end_with_the_process_that_started_them(tmp_path: Path) -> None:
     """Also those that have left their session, and if it was killed."""
     pids = tmp_path / "pids"
     code = f"""
 import asyncio
+from stages.episode.endpoint import server
 from stages.episode.endpoint.commands import Commands
 commands = Commands({command("leave", pids)!r}, variables={{}}, log=None, name="endpoint")
 asyncio.run(commands.place().ask("open", 0, 60.0, row={{"prompt": "1"}}, seed=()))
