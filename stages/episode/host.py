@@ -16,6 +16,7 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from random import Random
 from typing import Any
 
@@ -77,7 +78,8 @@ class Host:
         except BaseException as error:  # noqa: BLE001 - the user's
             text = message_of(error).encode(errors="backslashreplace").decode()
             answer = framed(HostAnswer(number=asked.number, error=(type(error).__name__, text)))
-        self._connection.sendall(answer)
+        with suppress(OSError):  # the connection has ended, and this process will
+            self._connection.sendall(answer)
 
     async def _called(self, asked: HostCall) -> HostAnswer:
         if asked.method == "open":

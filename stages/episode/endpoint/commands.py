@@ -27,7 +27,7 @@ from stages.episode.endpoint.keeper import EndCommand, EndedCommand, StartComman
 from stages.episode.endpoint.server import HOST, MODEL, EndpointServer
 from stages.episode.endpoint.session import CommandEnded, NextRequest, Session
 from stages.episode.environment import Reply
-from stages.episode.frames import HostAnswer, framed, frames
+from stages.episode.frames import HostAnswer, frames, send
 from stages.episode.host import is_end
 from stages.episode.loop_thread import LoopThread
 from stages.episode.processes import EnvironmentFailedError
@@ -154,7 +154,7 @@ class Commands:
             writer = await self._started()
         session = self._running[number] = self._server.sessions[key] = Session()
         asked = StartCommand(number, filled(self._command, row), self._environment(key, seed), json.dumps(dict(row)))
-        writer.write(framed(asked))
+        send(writer, asked)
         return session
 
     async def finish(self, number: int, key: str, grace_s: float) -> None:
@@ -163,7 +163,7 @@ class Commands:
         session = self._running.get(number)
         if session is None or self._keeper is None:
             return
-        self._keeper[1].write(framed(EndCommand(number, grace_s)))
+        send(self._keeper[1], EndCommand(number, grace_s))
         with suppress(TimeoutError):
             async with asyncio.timeout(grace_s + CLOSE_S):
                 await session.has_ended.wait()

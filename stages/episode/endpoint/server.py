@@ -33,12 +33,12 @@ class EndpointServer:
         app.router.add_post("/v1/chat/completions", _ApiRoute(self.sessions, OPENAI).answer)
         app.router.add_post(MESSAGES, _ApiRoute(self.sessions, ANTHROPIC).answer)
         app.router.add_get("/v1/models", _models)
-        self._runner = web.AppRunner(app, access_log=None)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
 
     async def start(self) -> None:
         """Listen on a free port."""
         await self._runner.setup()
-        site = web.TCPSite(self._runner, HOST, 0, shutdown_timeout=1.0)
+        site = web.TCPSite(self._runner, HOST, 0)
         await site.start()
         self.port = int(self._runner.addresses[0][1])
 
@@ -102,7 +102,7 @@ class _ApiRoute:
 
 @web.middleware
 async def _refused(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Answer what no route takes as the API of its path does."""
+    """Answer what no route takes as the API of its path does; who has left gets no answer."""
     try:
         return await handler(request)
     except (web.HTTPNotFound, web.HTTPMethodNotAllowed) as error:
@@ -110,6 +110,8 @@ async def _refused(request: web.Request, handler: Handler) -> web.StreamResponse
         text = f"{request.method} {request.path:.100} is not served; this endpoint has {SERVED}"
     except web.HTTPRequestEntityTooLarge as error:
         refused, text = error, f"the request has more than {MOST_BYTES >> 20} MiB"
+    except ConnectionError:
+        return web.Response()
     api: Api = ANTHROPIC if request.path.startswith(MESSAGES) else OPENAI
     allow = {name: value for name, value in refused.headers.items() if name == "Allow"}
     return web.json_response(api.error(refused.status, text), status=refused.status, headers=allow)
