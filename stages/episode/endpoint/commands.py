@@ -22,6 +22,7 @@ from random import Random
 from typing import Any
 
 from pipeline.declare.times import ENVIRONMENT, WORKER, SampleTimes
+from stages.episode import children
 from stages.episode.companion import companion
 from stages.episode.endpoint.keeper import EndCommand, EndedCommand, StartCommand
 from stages.episode.endpoint.server import HOST, MODEL, EndpointServer
@@ -185,7 +186,11 @@ class Commands:
         if self._keeper is not None and self._serving is not None:
             process, writer = self._keeper
             writer.close()  # which ends the keeper, and it the commands
-            await asyncio.to_thread(process.wait, CLOSE_S)
+            try:
+                await asyncio.to_thread(process.wait, CLOSE_S)
+            except subprocess.TimeoutExpired:
+                children.kill(process.pid)
+                process.wait()
             await self._serving
         await self._server.stop()
 
