@@ -472,6 +472,16 @@ def test_what_an_environment_says_may_be_empty_and_must_have_tokens(
     assert {len(ends) for ends in made["turn_ends"]} == ({2} if end == "answered" else {1})
 
 
+def test_a_character_without_a_token_ends_its_episode(worker: Worker) -> None:
+    """Of a text, or of a chat; of what opens it, which is lost, or of an answer. Others go on."""
+    made = worker.columns(episode(OneTurn()), ["1", "?", ""])
+    assert made["end"] == ["answered"] * 2 + ["lost:open:unwritable"] * 2 + ["lost:open:empty"] * 2
+    for text, end in (("7", "turns"), ("?", "failed:0:unwritable")):
+        stage = replace(episode(Chatty(text), chat=True, turns=2), model=replace(POLICY, chat_template=TEMPLATE))
+        made = worker.columns(stage, ["1", "?"])
+        assert made["end"] == [end] * 2 + ["lost:open:unwritable"] * 2
+
+
 def test_a_prompt_that_the_model_cannot_see_whole_is_lost(worker: Worker) -> None:
     positions = episode(OneTurn()).positions
     made = worker.columns(episode(OneTurn()), ["1" * positions, "1" * (positions - 2)])
