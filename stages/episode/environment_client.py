@@ -27,7 +27,7 @@ from pipeline.declare.task import ServerAddress
 from pipeline.declare.times import ENVIRONMENT, PROCESS, WORKER, SampleTimes
 from stages.episode.admission import ADMISSION_S, enter, keep_alive
 from stages.episode.environment import Environment
-from stages.episode.frames import SentAnswer, SentCall, framed, frames
+from stages.episode.frames import SentAnswer, SentCall, frames, send
 from stages.episode.loop_thread import LoopThread
 from stages.episode.processes import EnvironmentFailedError, PlaceLostError, not_loaded
 
@@ -70,7 +70,7 @@ class Link:
         if made.call.method != "kill":
             self._waiting[made.call.number] = made
         if self._writer is not None:
-            self._writer.write(framed(made.call))
+            send(self._writer, made.call)
 
     async def _serve(self) -> None:
         """Connect, and take answers until the connection ends."""
@@ -80,7 +80,7 @@ class Link:
             self.is_doubtful, self._writer = False, writer
             try:
                 for made in self._waiting.values():
-                    writer.write(framed(made.call))
+                    send(writer, made.call)
                 async for answer in frames(reader, SentAnswer):
                     self._take(answer)
             finally:

@@ -28,6 +28,8 @@ from stages.episode import environment_client, processes
 from stages.episode.attempts import Attempts, EpisodeLostError
 from stages.episode.environment_client import ServedEnvironments
 from stages.episode.environment_server import EnvironmentServer
+from stages.episode.frames import HostCall
+from stages.episode.host import Host
 from stages.episode.processes import EnvironmentFailedError, PlaceLostError, Processes
 from tests.doors import REPOSITORY
 from tests.unit.environments import Echo, Faulty, Sleeping, Uneven
@@ -337,8 +339,9 @@ def test_the_loss_of_a_place_is_never_the_policys(monkeypatch: pytest.MonkeyPatc
         asyncio.run(plays())
 
 
-def test_an_episode_whose_worker_is_gone_is_closed(tmp_path: Path) -> None:
-    """The connection ends, and with it the processes that were for one episode alone."""
+def test_an_episode_whose_worker_is_gone_is_closed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The connection ends, and with it the processes that were for one episode alone. What was being closed has no
+    answer, and nothing is said about that."""
     mark = tmp_path / "mark"
     environment = Faulty(method="none", mark=str(mark))
     with server(environment) as (made, address):
@@ -347,6 +350,26 @@ def test_an_episode_whose_worker_is_gone_is_closed(tmp_path: Path) -> None:
             asyncio.run(there.fresh().ask("open", 2, 20.0, row={"prompt": "b"}, seed=(1,)))
             assert len(made._processes._all) == 2
         until(lambda: opened_and_closed(mark) == (["a", "b"], ["a"]) and len(made._processes._all) == 1)
+        with client(environment, [address]) as there:
+
+            async def run() -> None:
+                places = [there.place() for _ in range(10)]
+                for n, place in enumerate(places):
+                    await place.ask("open", n, 20.0, row={"prompt": "c"}, seed=(1,))
+                for n, place in enumerate(places):
+                    place.start("close", n, 20.0)
+
+            asyncio.run(run())
+        until(lambda: opened_and_closed(mark)[1] == ["a", *("c" * 10)])
+    assert not caplog.records
+
+
+def test_a_process_whose_worker_is_gone_says_nothing() -> None:
+    """Nobody reads its answer."""
+    ours, theirs = socket.socketpair()
+    theirs.close()
+    with ours:
+        asyncio.run(Host(Echo(), ours)._answer(HostCall(number=0, episode=1, method="open", **ROW), None))
 
 
 def test_the_worker_of_the_group_ends_what_is_overdue_or_not_wanted(tmp_path: Path) -> None:
