@@ -24,7 +24,7 @@ from pipeline.declare.times import ENVIRONMENT, PROCESS, SampleTimes
 from pipeline.plan.planner import plan
 from pipeline.record import trace
 from stages import Evaluate, Generated, Reply
-from stages.episode import environment_client, processes
+from stages.episode import environment_client, environment_server, processes
 from stages.episode.attempts import Attempts, EpisodeLostError
 from stages.episode.environment_client import ServedEnvironments
 from stages.episode.environment_server import EnvironmentServer
@@ -256,6 +256,54 @@ def test_a_group_is_shared_by_the_workers_that_sample() -> None:
     assert shared.at_once == {ENVIRONMENT: 5}
     assert replace(shared, on=replace(SAMPLER, workers=2)).at_once == {ENVIRONMENT: 3}
     assert not episode(Sleeping(), environments=ENVS).at_once
+
+
+def test_a_worker_is_not_asked_before_it_answers_or_answers_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither if it never has, nor if its connection has ended, nor after an answer that cannot be read; whatever
+    others have to do."""
+    with server(Echo()) as (_, other), server(Echo()) as (_, good):
+        addresses = [replace_key(other), good]
+        with client(Echo(), addresses) as made:
+            until(lambda: made._links[1]._writer)
+            made._links[1].episodes.add(1)
+            until(lambda: made.place()._link._at == 1)
+            addresses[0] = other
+            until(lambda: made._links[0]._writer)
+            with monkeypatch.context() as patch:
+                patch.setattr(environment_server, "framed", lambda answer: b"\1\0\0\0\xc1")
+                with pytest.raises(PlaceLostError):
+                    made.place().start("open", 0, 20.0, **ROW).result(20.0)
+            addresses[0] = replace_key(other)
+            until(lambda: made._links[0].is_lost)
+            assert [made.place()._link._at for _ in range(3)] == [1] * 3 and made._links[0].is_doubtful
+            addresses[0] = other
+            until(lambda: made._links[0]._writer)
+            assert made.place()._link._at == 0 and made.place().start("open", 3, 20.0, **ROW).result(20.0).said == "1"
+            for writer in (made._links[0]._writer, made._links[1]._writer):
+                made.loop.soon(writer.close)
+            until(lambda: all(link.is_lost for link in made._links))
+            assert made.place().start("open", 4, 20.0, **ROW).result(20.0).said == "1"
+
+
+def test_calls_that_are_not_wanted_before_there_is_a_connection_are_not_made(tmp_path: Path) -> None:
+    """Of an episode that is given up while its worker cannot be reached, and of one with a process for itself."""
+    mark = tmp_path / "mark"
+    environment = Faulty(method="none", mark=str(mark))
+    with server(environment) as (made, address):
+        addresses = [replace_key(address)]
+        with client(environment, addresses) as there:
+            left = []
+            for number, place in enumerate((there.fresh(), there.place())):
+                left.append(place.start("open", number, 20.0, row={"prompt": "b"}, seed=(1,)))
+                left += [place.start("close", number, 20.0)] if number else []
+                place.kill()
+            for call in left:
+                with pytest.raises(PlaceLostError):
+                    call.result(20.0)
+            asked = there.place().start("open", 2, 20.0, row={"prompt": "a"}, seed=(1,))
+            addresses[0] = address
+            assert asked.result(20.0).said == "a" and len(made._processes._all) == 1
+            assert opened_and_closed(mark) == (["a"], [])
 
 
 def test_episodes_of_a_worker_that_dies_go_on_elsewhere() -> None:
