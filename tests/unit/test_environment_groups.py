@@ -271,10 +271,13 @@ def test_a_worker_is_not_asked_before_it_answers_or_answers_again(monkeypatch: p
             until(lambda: made._links[0]._writer)
             with monkeypatch.context() as patch:
                 patch.setattr(environment_server, "framed", lambda answer: b"\1\0\0\0\xc1")
+                gone = made.place()
                 with pytest.raises(PlaceLostError):
-                    made.place().start("open", 0, 20.0, **ROW).result(20.0)
+                    gone.start("open", 0, 20.0, **ROW).result(20.0)
             addresses[0] = replace_key(other)
             until(lambda: made._links[0].is_lost)
+            with pytest.raises(PlaceLostError):
+                gone.start("open", 0, 20.0, **ROW).result(20.0)
             assert [made.place()._link._at for _ in range(3)] == [1] * 3 and made._links[0].is_doubtful
             addresses[0] = other
             until(lambda: made._links[0]._writer)
