@@ -64,6 +64,11 @@ class Link:
         return made
 
     def _send(self, made: _OpenCall) -> None:
+        if self._writer is None and made.call.method in ("close", "kill"):  # what it waits for was not asked yet
+            for number in [each for each, other in self._waiting.items() if other.call.episode == made.call.episode]:
+                self._fail(self._waiting.pop(number))
+            self._fail(made)
+            return
         if self.is_lost:
             self._fail(made)
             return

@@ -178,17 +178,28 @@ def test_tokens_are_those_that_the_engine_had(worker: Worker) -> None:
     assert 0 < int((~drawn).sum()) < len(drawn)
 
 
-def test_a_turn_draws_on_where_the_sample_was(worker: Worker) -> None:
-    """The second turn is a response to the whole conversation so far, with the numbers that follow."""
+TRUNCATED = [{}, {"top_k": 2}, {"min_p": 0.9}, {"top_p": 0.2}, {"temperature": 3.0}]
+
+
+@pytest.mark.parametrize("settings", TRUNCATED, ids=str)
+def test_a_turn_draws_on_where_the_sample_was(worker: Worker, settings: dict[str, Any]) -> None:
+    """The second turn is a response to the whole conversation so far, with the numbers that follow, and each is drawn
+    as the stage says."""
     from stages.backends import Draws, Sampling
 
-    made, backend = worker.columns(episode(Echo(turns=2))), worker.shared["engine"]
+    made, backend = worker.columns(episode(Echo(turns=2), **settings)), worker.shared["engine"]
+    is_plain = []
     for i in range(4):
         ids, (first, last) = made["response_ids"][i], made["turn_ends"][i].tolist()
         place = first + int((made["token_versions"][i] == -1).sum())
-        prompt = Ragged.of([torch.cat([made["prompt_ids"][i], ids[:place]])])
-        alone = backend.generate(POLICY, prompt, Sampling(6), Draws(3, (5 + i // 2,), (i % 2,), (place,)))
-        assert torch.equal(alone.response_ids.values, ids[place:last])
+        for begin, end in ((0, first), (place, last)):
+            prompt = Ragged.of([torch.cat([made["prompt_ids"][i], ids[:begin]])])
+            draws = Draws(3, (5 + i // 2,), (i % 2,), (begin,))
+            alone = backend.generate(POLICY, prompt, Sampling(6, **settings), draws).response_ids.values
+            plain = backend.generate(POLICY, prompt, Sampling(6), draws).response_ids.values
+            assert torch.equal(alone, ids[begin:end])
+            is_plain.append(torch.equal(alone, plain))
+    assert all(is_plain) == (not settings), "the setting decides about a token"
 
 
 def test_episodes_do_not_depend_on_the_time_that_environments_take() -> None:
