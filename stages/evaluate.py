@@ -19,13 +19,13 @@ from ops.rewards import exact_match
 from pipeline import Graph, Model, Output, Stage, StageContext, Task, WorkerGroup
 from pipeline.declare.abilities import HasServer, server_of
 from pipeline.declare.columns import Columns, take
-from pipeline.declare.parameters import at_least, broken
+from pipeline.declare.parameters import at_least, broken, number
 from pipeline.declare.task import ServerAddress
 from pipeline.declare.work import Decoding, GpuPart, Load
 from pipeline.errors import Problem, StageError, shown
 from stages import images
 from stages.backends import Generation, Sampling, backend_problems, engine, model_problems
-from stages.episode.turn_stage import TurnStage, ends
+from stages.episode.turn_stage import TooManyLostError, TurnStage, ends
 from stages.forecast import vllm
 from stages.model_shape import length_problems
 from stages.reward import function_problems
@@ -46,6 +46,7 @@ _RULES = (
     at_least("prompts", 1, fix=1000),
     at_least("max_tokens", 1, most=2**31, why="max_tokens must be a whole number from 1 to 2**31", fix=512),
     at_least("decode_batch", 0, fix=0),
+    number("lost", lambda value: 0 <= value <= 1, why="lost must be a fraction of its episodes", fix=0.2),
 )
 
 
@@ -64,11 +65,13 @@ class Evaluate(Stage):
     images        as for Prompts, for a `Model(..., images=True)`
     episode       an Episode, whose environment then answers the policy; its tokens and turns are the limits. A row's
                   `prompt` is what its environment reads, and `response` is the last reply
+    lost          the largest fraction of its episodes that may be lost; the run ends as soon as more are. One may be
+                  lost, unless it is 0
 
     Metrics: `eval/<reward>` per function, such as `eval/exact_match`; `eval/count`, `eval/length_mean`,
     `eval/truncated`; and metrics that a function reports itself, such as `eval/math_verify_timeouts`. Of episodes also
     `eval/end_<kind>`, their fraction by kind of end. A lost episode, `eval/end_lost`, counts in no other metric; if all
-    are lost, the run ends.
+    are lost, the run ends too.
     """
 
     model: Model
@@ -87,6 +90,7 @@ class Evaluate(Stage):
     system: str | None = None
     images: str | None = None
     episode: TurnStage | None = None
+    lost: float = 0.2
 
     name = "evaluate"
     reports_as = "eval"
@@ -257,10 +261,10 @@ class Evaluate(Stage):
 
         def run(columns: Columns, task: Task) -> Output:
             rows = [{PROMPT.name: text} for text in asked]
-            made = self.episode.played(backend, context, rows) if self.episode else []
+            made = self._played(self.episode, backend, context, rows) if self.episode else []
             kept = [i for i in range(len(pairs)) if not (made and made[i].is_lost)]
             if made and not kept:
-                raise StageError(self._all_lost(made))
+                raise StageError(self._too_many_lost([one.end for one in made], len(made)))
             if made:
                 texts, lengths = [made[i].response for i in kept], [made[i].drawn for i in kept]
                 truncated = sum(made[i].truncated for i in kept)
@@ -280,12 +284,20 @@ class Evaluate(Stage):
 
         return run
 
-    def _all_lost(self, made: Sequence[Played]) -> Problem:
-        commonest, count = Counter(one.end for one in made).most_common(1)[0]
+    def _played(self, episode: TurnStage, backend: Any, context: StageContext, rows: list[Any]) -> list[Played]:
+        """An episode of each row. Raises StageError as soon as too many are lost."""
+        most = max(int(self.lost * len(rows)), 1 if self.lost else 0)
+        try:
+            return episode.played(backend, context, rows, most_lost=most)
+        except TooManyLostError as error:
+            raise StageError(self._too_many_lost(error.ends, len(rows))) from None
+
+    def _too_many_lost(self, lost: Sequence[str], count: int) -> Problem:
+        commonest, times = Counter(lost).most_common(1)[0]
         return Problem(
             where=str(self.location),
-            what=f"stage {self.name!r} has lost all of its {len(made)} episodes, {count} of them as {commonest}",
-            why="an episode that its machine has failed has no score",
+            what=f"stage {self.name!r} has lost {len(lost)} of its {count} episodes, {times} of them as {commonest}",
+            why=f"an episode that its machine has failed has no score, and lost={self.lost:g}",
             fix="see why in logs/ of the run, and correct the environment, its deadlines or its retries",
         )
 

@@ -41,6 +41,7 @@ pytest_plugins = [
     "tests.selection",
 ]
 
+SEEDS = "tests/integration/test_unruly.py"
 STORAGE_UNITS = 2  # of the TransferQueue that tests share
 SHARES_RAY = re.compile(r"ray_session|RayExecutor")
 STARTS_RAY = re.compile(rf"{SHARES_RAY.pattern}|pipeline\.run\b|two_nodes")
@@ -74,10 +75,14 @@ def starting_ray(module: str) -> set[str]:
 
 
 class Shared(LoadScopeScheduling):
-    """Scheduling for pytest-xdist that keeps Ray tests together and other tests by module."""
+    """Scheduling for pytest-xdist that keeps Ray tests together and other tests by module, but for hundreds of seeds,
+    which mostly wait for deadlines."""
 
     def _split_scope(self, nodeid: str) -> str:
-        return "ray" if starts_ray(nodeid) else nodeid.partition("::")[0]
+        if starts_ray(nodeid):
+            return "ray"
+        module = nodeid.partition("::")[0]
+        return nodeid if module == SEEDS else module
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Shared:

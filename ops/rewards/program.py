@@ -23,6 +23,7 @@ from typing import Any
 from ops.rewards.batched import SampleError
 from ops.sandbox import Sandbox, SandboxError, SandboxLimits, SandboxRun
 from ops.sandbox.containers import Containers, ContainerSandbox
+from ops.sandbox.given import Wrong, command_problems
 
 PLACE = "{program}"
 _BLOCK = re.compile(r"```[\w+-]*\n(.*?)```", re.DOTALL)
@@ -76,7 +77,7 @@ class PassesTests:
         """Make the sandbox. Raises SandboxError where the machine allows none."""
         return _Opened(self)
 
-    def problems(self) -> Iterator[tuple[str, str, str]]:
+    def problems(self) -> Iterator[Wrong]:
         """Why it cannot run here, as (what, why, fix)."""
         found = [*self._wrong()]
         yield from found
@@ -96,7 +97,7 @@ class PassesTests:
         """Make what runs its programs. Raises SandboxError where the machine allows none."""
         return self.containers.sandbox(self.limits) if self.containers else Sandbox(self.limits)
 
-    def _wrong(self) -> Iterator[tuple[str, str, str]]:
+    def _wrong(self) -> Iterator[Wrong]:
         if not (isinstance(self.at_once, int) and self.at_once >= 1):
             yield (
                 f"PassesTests has at_once={self.at_once!r}",
@@ -106,7 +107,19 @@ class PassesTests:
         if not (isinstance(self.around, str) and PLACE in self.around):
             what, why = f"PassesTests has around={self.around!r:.60}", f"{PLACE} in it stands for the program"
             yield what, why, f'around="import math\\n{PLACE}"'
-        if self.forks and (isinstance(self.command, str) or [*self.command][-1:] != [self.file]):
+        if isinstance(self.limits, SandboxLimits):
+            yield from self.limits.problems()
+        else:
+            what, why = f"PassesTests has limits={self.limits!r:.60}", "they are SandboxLimits"
+            yield what, why, "limits=SandboxLimits(seconds=5.0)"
+        if isinstance(self.containers, Containers):
+            yield from self.containers.problems()
+        elif self.containers is not None:
+            what, why = f"PassesTests has containers={self.containers!r:.60}", "they are Containers, or None"
+            yield what, why, 'containers=Containers(image="python:3.12-slim")'
+        found = [*command_problems("PassesTests", self.command)]
+        yield from found
+        if self.forks and not found and [*self.command][-1:] != [self.file]:
             what, why = (
                 f"PassesTests has forks=True and command={self.command!r:.60}",
                 "tests are forks of a Python with the program",

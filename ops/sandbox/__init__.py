@@ -20,11 +20,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any
+
+from ops.sandbox.given import Wrong, call_problems, limit_problems, readable_problems, refuse
 
 FOLDER = "/work"  # where a program starts, with its files
 SYSTEM = ("/usr", "/bin", "/lib", "/lib64", "/etc/alternatives", "/etc/ld.so.cache")
@@ -53,6 +55,10 @@ class SandboxLimits:
     processes: int = 32
     output_bytes: int = 1 << 18
 
+    def problems(self) -> Iterator[Wrong]:
+        """What is wrong with them, as (what, why, fix)."""
+        return limit_problems(asdict(self), asdict(SandboxLimits()))
+
 
 @dataclass(frozen=True, kw_only=True)
 class SandboxRun:
@@ -79,8 +85,10 @@ class Sandbox:
     """Runs programs one at a time; threads may share it. Raises SandboxError if this machine allows none."""
 
     def __init__(self, limits: SandboxLimits | None = None, *, readable: Sequence[str] = ()) -> None:
-        """`readable` are further files and folders that programs may read."""
+        """`readable` are further files and folders that programs may read. Raises ValueError for limits that
+        are none."""
         self.limits = limits or SandboxLimits()
+        refuse([*self.limits.problems(), *readable_problems(readable)])
         wanted = [*SYSTEM, sys.base_prefix, *readable]
         self._readable = [path for path in dict.fromkeys(wanted) if os.path.exists(path)]
         ran = self.run(["true"])
@@ -89,7 +97,8 @@ class Sandbox:
 
     def run(self, command: Sequence[str], *, files: Mapping[str, str] | None = None, stdin: str = "") -> SandboxRun:
         """Run a command in a folder that has these files, by their names in it. Raises SandboxError if the sandbox
-        itself fails."""
+        itself fails, and ValueError for a command that is none."""
+        refuse(call_problems(command, files or {}, stdin))
         begun_s = time.monotonic()
         user = FIRST_USER + next(_users) % USERS if os.getuid() == 0 else None
         limits = asdict(self.limits)

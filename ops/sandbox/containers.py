@@ -23,11 +23,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from ops.sandbox import CHUNK, SandboxError, SandboxLimits, SandboxRun, end_group, exit_code, read_output
+from ops.sandbox.given import Wrong, call_problems, is_text, refuse, word_problems
 
 FOLDER = "/tmp"  # where a program starts, with its files: each image has it
 NOBODY = "65534:65534"
@@ -52,11 +53,21 @@ class Containers:
     options: Sequence[str] = ()
 
     def sandbox(self, limits: SandboxLimits | None = None) -> ContainerSandbox:
-        """Start a container, to try it, and return what runs others. Raises SandboxError if none starts."""
+        """Start a container, to try it, and return what runs others. Raises SandboxError if none starts, and ValueError
+        for what could start none."""
         made = ContainerSandbox(self, limits or SandboxLimits())
         if not (ran := made.run(["true"])).ok:
             raise SandboxError(f"a container of {self.image!r} does not run true: {ran.error.strip() or ran.why}")
         return made
+
+    def problems(self) -> Iterator[Wrong]:
+        """What is wrong with them, as (what, why, fix)."""
+        image = self.image
+        if not is_text(image) or image.split() != [image] or image.startswith("-"):
+            why = "it is the name of one image; what begins with - would be an option of the client"
+            yield f"Containers has image={image!r:.60}", why, 'image="python:3.12-slim"'
+        yield from word_problems("Containers", "client", self.client, fix=["docker"])
+        yield from word_problems("Containers", "options", self.options, fix=["--runtime=runsc"], least=0)
 
 
 class ContainerSandbox:
@@ -67,11 +78,13 @@ class ContainerSandbox:
     """
 
     def __init__(self, containers: Containers, limits: SandboxLimits) -> None:
+        refuse([*containers.problems(), *limits.problems()])
         self.containers, self.limits = containers, limits
 
     def run(self, command: Sequence[str], *, files: Mapping[str, str] | None = None, stdin: str = "") -> SandboxRun:
         """Run a command in a folder that has these files, by their names in it. Raises SandboxError if the container
-        does not start, or cannot be removed."""
+        does not start, or cannot be removed, and ValueError for a command that is none."""
+        refuse(call_problems(command, files or {}, stdin))
         begun_s = time.monotonic()
         if shutil.which(self.containers.client[0]) is None:
             raise SandboxError(f"this machine has no command {self.containers.client[0]!r}")

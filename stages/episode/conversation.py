@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,7 @@ from stages.episode.environment import Call, Reply, Said, Tool
 from stages.episode.renderer import ChatRenderer
 
 SHOWN = 60  # characters of a text that differs
+_NONE = torch.empty(0, dtype=torch.long)
 CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 
 
@@ -56,12 +57,12 @@ class Conversations:
         """Begin a conversation, with tools besides those of all. Returns the tokens of the prompt."""
         made = Conversation(self._as_messages(said), tools=[*self._tools, *tools])
         if not self._chat:
-            return made, self._backend.encode(self._model, [said]).values
+            return made, self._encoded(str(said))
         if self._renderer:
             made.ids = self._renderer.prompt(made.messages, made.tools)
             return made, torch.tensor(made.ids, dtype=torch.long)
         made.text = self._rendered(made.messages, made.tools)
-        return made, self._backend.tokens(self._model, made.text)
+        return made, self._tokens(made.text)
 
     def reply(self, so_far: Conversation, ids: torch.Tensor, *, truncated: bool, seen: int = 0) -> Reply:
         """Add what the policy wrote, with its closing token, after it has `seen` that many tokens."""
@@ -94,17 +95,15 @@ class Conversations:
         if not whole.startswith(before):
             raise StageError(self._changed(before, whole))
         so_far.text = whole
-        return self._backend.tokens(self._model, whole[len(before) :])
+        return self._tokens(whole[len(before) :])
 
     def _encoded(self, said: str) -> torch.Tensor:
         """The tokens of a text, none of an empty one. Raises UnwritableError for one that has none."""
-        if not said:
-            return torch.empty(0, dtype=torch.long)
-        try:
-            made: torch.Tensor = self._backend.encode(self._model, [said]).values
-        except StageError as error:
-            raise UnwritableError(str(error)) from error
-        return made
+        return _written(lambda: self._backend.encode(self._model, [said]).values) if said else _NONE
+
+    def _tokens(self, text: str) -> torch.Tensor:
+        """The tokens of a part of the template's text. Raises UnwritableError as `_encoded` does."""
+        return _written(lambda: self._backend.tokens(self._model, text))
 
     def _rendered(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> str:
         """The template's text. Raises UnwritableError for messages that it refuses."""
@@ -139,6 +138,14 @@ class Conversations:
             why="the next turn would see other tokens than those that were sampled",
             fix="a model whose template keeps earlier turns as they are",
         )
+
+
+def _written(encode: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """What `encode` returns. Raises UnwritableError if the tokenizer refuses the text."""
+    try:
+        return encode()
+    except StageError as error:
+        raise UnwritableError(str(error)) from error
 
 
 def calls_in(text: str) -> tuple[Call, ...]:

@@ -27,7 +27,7 @@ from pipeline.declare.task import ServerAddress
 from pipeline.declare.times import ENVIRONMENT, PROCESS, WORKER, SampleTimes
 from stages.episode.admission import ADMISSION_S, enter, keep_alive
 from stages.episode.environment import Environment
-from stages.episode.frames import SentAnswer, SentCall, framed, frames
+from stages.episode.frames import SentAnswer, SentCall, frames, send
 from stages.episode.loop_thread import LoopThread
 from stages.episode.processes import EnvironmentFailedError, PlaceLostError, not_loaded
 
@@ -64,13 +64,18 @@ class Link:
         return made
 
     def _send(self, made: _OpenCall) -> None:
+        if self._writer is None and made.call.method in ("close", "kill"):  # what it waits for was not asked yet
+            for number in [each for each, other in self._waiting.items() if other.call.episode == made.call.episode]:
+                self._fail(self._waiting.pop(number))
+            self._fail(made)
+            return
         if self.is_lost:
             self._fail(made)
             return
         if made.call.method != "kill":
             self._waiting[made.call.number] = made
         if self._writer is not None:
-            self._writer.write(framed(made.call))
+            send(self._writer, made.call)
 
     async def _serve(self) -> None:
         """Connect, and take answers until the connection ends."""
@@ -80,7 +85,7 @@ class Link:
             self.is_doubtful, self._writer = False, writer
             try:
                 for made in self._waiting.values():
-                    writer.write(framed(made.call))
+                    send(writer, made.call)
                 async for answer in frames(reader, SentAnswer):
                     self._take(answer)
             finally:

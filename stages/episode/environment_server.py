@@ -19,7 +19,7 @@ from pipeline import StageError
 from pipeline.declare.task import ServerAddress
 from pipeline.declare.times import ENVIRONMENT, SampleTimes
 from stages.episode.admission import admits, keep_alive, new_key
-from stages.episode.frames import SentAnswer, SentCall, framed, frames
+from stages.episode.frames import SentAnswer, SentCall, frames, send
 from stages.episode.processes import EnvironmentFailedError, EnvironmentProcess, Processes
 
 END_S = 10.0  # to begin to listen, to end that, and for an environment to close that nobody waits for
@@ -116,4 +116,4 @@ class _Guest:
             answer = SentAnswer(number=call.number, error=(error.kind, error.text), took_s=took_s)
         except StageError:
             answer = SentAnswer(number=call.number, error=self._processes.unusable, is_loaded=False)
-        self._writer.write(framed(answer))
+        send(self._writer, answer)

@@ -80,6 +80,12 @@ def framed(message: msgspec.Struct) -> bytes:
     return HEAD.pack(len(content)) + content
 
 
+def send(writer: asyncio.StreamWriter, message: msgspec.Struct) -> None:
+    """Send a message, unless the connection has ended, which who reads from it finds out."""
+    if not writer.is_closing():
+        writer.write(framed(message))
+
+
 async def frames(reader: asyncio.StreamReader, kind: Any) -> AsyncIterator[Any]:
     """Yield the messages, of this type, that come from the other end, until it closes the connection."""
     with suppress(asyncio.IncompleteReadError, OSError):

@@ -16,6 +16,7 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from random import Random
 from typing import Any
 
@@ -77,7 +78,7 @@ class Host:
         except BaseException as error:  # noqa: BLE001 - the user's
             text = message_of(error).encode(errors="backslashreplace").decode()
             answer = framed(HostAnswer(number=asked.number, error=(type(error).__name__, text)))
-        self._connection.sendall(answer)
+        _send(self._connection, answer)
 
     async def _called(self, asked: HostCall) -> HostAnswer:
         if asked.method == "open":
@@ -104,6 +105,12 @@ class Host:
         if self._apart is None:  # nothing else runs meanwhile
             return function(*given)
         return await self._loop.run_in_executor(self._apart, function, *given)
+
+
+def _send(connection: socket.socket, answer: bytes) -> None:
+    """Answer, if the connection has not ended, which ends this process."""
+    with suppress(OSError):
+        connection.sendall(answer)
 
 
 def is_end(kind: object) -> bool:
@@ -144,9 +151,9 @@ def main() -> None:
         environment = cloudpickle.loads(opening.environment)
     except BaseException as error:  # noqa: BLE001 - the user's
         answer = HostAnswer(number=NOT_LOADED, error=(type(error).__name__, message_of(error)))
-        connection.sendall(framed(answer))
+        _send(connection, framed(answer))
         return
-    connection.sendall(framed(HostAnswer(number=READY)))
+    _send(connection, framed(HostAnswer(number=READY)))
     Host(environment, connection).serve()
 
 

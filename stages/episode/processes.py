@@ -29,7 +29,7 @@ from pipeline.errors import Problem
 from stages.episode import children
 from stages.episode.companion import companion, import_path
 from stages.episode.environment import METHODS, Environment, plain_methods
-from stages.episode.frames import HostAnswer, HostCall, Opening, framed, frames
+from stages.episode.frames import HostAnswer, HostCall, Opening, framed, frames, send
 from stages.episode.host import NOT_LOADED, READY
 from stages.episode.loop_thread import LoopThread
 from stages.pickling import pickled
@@ -132,7 +132,7 @@ class EnvironmentProcess:
             self._sent[waiting.call.number] = waiting
             waiting.sent_s = time.monotonic()
             waiting.timer = asyncio.get_running_loop().call_later(waiting.deadline_s, self._overdue, waiting)
-            self._writer.write(framed(waiting.call))
+            send(self._writer, waiting.call)
 
     def _next(self) -> _Waiting | None:
         """Take the next call that may run now. A coroutine overtakes methods that wait for their turn."""

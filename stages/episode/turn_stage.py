@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
@@ -65,6 +65,14 @@ _DEADLINES = tuple(
     number(name, lambda value: value > 0, why=f"{name} must be a number of seconds above 0", fix=30.0)
     for name in ("open_s", "turn_s", "episode_s", "close_s")
 )
+
+
+class TooManyLostError(Exception):
+    """More episodes are lost than may be; `ends` are theirs."""
+
+    def __init__(self, ends: Sequence[str]) -> None:
+        super().__init__(*ends)
+        self.ends = ends
 
 
 @dataclass(frozen=True)
@@ -220,17 +228,28 @@ class TurnStage(SamplingStage, ABC):
         names: Sequence[EpisodeName] | None = None,
         *,
         greedy: bool = True,
+        most_lost: int = sys.maxsize,
     ) -> list[Played]:
         """Play an episode for each row, with the most probable tokens, or with those that are drawn for an episode of
-        its name."""
+        its name. Raises TooManyLostError as soon as more than `most_lost` are lost."""
         from stages.episode.turns import EpisodeName
+
+        lost: list[str] = []
+
+        async def one(play: Play) -> Played:
+            made = await play.run()
+            if made.is_lost:
+                lost.append(made.end)
+            if len(lost) > most_lost:
+                raise TooManyLostError(lost)
+            return made
 
         async def run() -> list[Played]:
             of = names or [EpisodeName(i, 0) for i in range(len(rows))]
             turns = self._turns(backend, context, 0, greedy=greedy)
             plays = self.plays(backend, context, turns, of, rows, joins=_joins(context))
             try:
-                return await _all(plays)
+                return await _all([one(play) for play in plays])
             finally:
                 await turns.close()
 
@@ -311,7 +330,9 @@ class TurnStage(SamplingStage, ABC):
         open_now = context.shared.setdefault((OpenEpisodes, self.name), OpenEpisodes())
         open_now.add(plays)
         groups = {
-            position: asyncio.ensure_future(_all(plays[position * size : (position + 1) * size]))
+            position: asyncio.ensure_future(
+                _all([play.run() for play in plays[position * size : (position + 1) * size]])
+            )
             for position in range(len(task.groups))
         }
         try:
@@ -355,9 +376,9 @@ def _joins(context: StageContext) -> bool:
     return bool(context.group.description and context.group.description.joins)
 
 
-async def _all(plays: Sequence[Play]) -> list[Played]:
+async def _all(plays: Sequence[Coroutine[Any, Any, Played]]) -> list[Played]:
     """Play a group; if one play raises or is cancelled, all are."""
-    running = [asyncio.ensure_future(play.run()) for play in plays]
+    running = [asyncio.ensure_future(play) for play in plays]
     try:
         return list(await asyncio.gather(*running))
     finally:

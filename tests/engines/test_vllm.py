@@ -117,12 +117,13 @@ def test_a_sample_that_is_drawn_in_two_calls_is_that_of_one(backend: Any, model:
 def test_episodes_are_those_of_the_torch_backend(
     backend: Any, torch_backend: TorchEngine, model: Model, root: Path
 ) -> None:
-    """Turns are requests of their own; with one turn, an episode is a rollout."""
+    """Turns are requests of their own, and drawn as the stage says; with one turn, an episode is a rollout."""
     task = Task(number=1, stage="episode", step=0, groups=GROUPS, version=1)
-    given = {"on": tiny.GROUP, "samples_per_prompt": 4, "turn_tokens": 12, "tokens": 60, "environments": 1}
+    drawn = {"on": tiny.GROUP, "samples_per_prompt": 4, "top_k": 12, "min_p": 0.1}
+    given = drawn | {"turn_tokens": 12, "tokens": 60, "environments": 1}
     columns = {"prompt": tiny.texts(GROUPS)}
     stages = [Episode(model, environment, **given) for environment in (Echo(), OneTurn())]
-    stages.append(Rollout(model, on=tiny.GROUP, samples_per_prompt=4, max_tokens=12))
+    stages.append(Rollout(model, max_tokens=12, **drawn))
     found: list[list[dict[str, Any]]] = []
     for engine in (backend, torch_backend):
         described = tiny.GROUP if engine is backend else replace(tiny.GROUP, backend="torch")

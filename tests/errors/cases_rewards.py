@@ -9,7 +9,10 @@ from stages import RewardModel
 
 
 """
-PROGRAMS = "from ops.rewards import PassesTests\n\n\n"
+PROGRAMS = (
+    "from ops.rewards import PassesTests\nfrom ops.sandbox import SandboxLimits\n"
+    "from ops.sandbox.containers import Containers\n\n\n"
+)
 JUDGE = "async def judge(response: str) -> float:\n    return 1.0\n\n\n"
 JUDGES = 'WorkerGroup("judges", {})'
 
@@ -87,6 +90,17 @@ SHIPPED = [
     reward("math_verify_answer_after_nothing", "MathVerify(answer_after=None)"),
     reward("tests_of_no_program", "PassesTests(around='import math', at_once=0)", top=PROGRAMS),
     reward("tests_in_forks_of_a_shell", "PassesTests(command=('sh', 'run.sh'), forks=True)", top=PROGRAMS),
+    reward("tests_of_a_command_line", "PassesTests(command='python3 main.py', limits=5)", top=PROGRAMS),
+    reward(
+        "tests_without_processes_or_seconds",
+        "PassesTests(limits=SandboxLimits(seconds=float('nan'), processes=0, memory_bytes=-1), containers='gcc:14')",
+        top=PROGRAMS,
+    ),
+    reward(
+        "tests_in_a_container_that_is_an_option",
+        "PassesTests(containers=Containers(image='--privileged', client='docker'))",
+        top=PROGRAMS,
+    ),
     reward("math_verify_is_not_called", "MathVerify"),
     reward("model_reward_without_a_model", "exact_match, model_reward"),
 ]

@@ -2,7 +2,8 @@
 
 python environments_apart.py FOLDER
 
-Two samplers ask two workers of the group "envs". Once a turn runs in one of their processes, that process is killed,
+Two samplers ask two workers of the group "envs", which have an interpreter of their own, with a module that no other
+process of the run finds. Once a turn runs in one of their processes, that process is killed,
 and later the worker beside another one. Prints what became of it, as JSON.
 """
 
@@ -25,6 +26,7 @@ from pipeline import WorkerGroup
 from pipeline.executors.ray import RayExecutor
 from pipeline.record import trace
 from stages import Episode, Refit
+from tests.other_python import other_python
 from tests.unit.environments import Echo
 from tests.unit.test_episode import execute, is_running, published, run_graph
 from tests.waiting import until
@@ -32,7 +34,8 @@ from tests.waiting import until
 
 @dataclass(frozen=True)
 class Noted(Echo):
-    """Echo that writes the number of its process to the file `log` when a turn begins, and then takes a while."""
+    """Echo that writes the number of its process, and whose Python that is, to the file `log` when a turn begins, and
+    then takes a while."""
 
     log: str = ""
     turn_s: float = 0.0
@@ -41,15 +44,17 @@ class Noted(Echo):
         import time
 
         if self.log:
+            import only_there
+
             with Path(self.log).open("a") as file:
-                file.write(f"{os.getpid()}\n")
+                file.write(f"{os.getpid()} {only_there.VALUE} {sys.prefix}\n")
         time.sleep(self.turn_s)
         return super().turn(state, reply)
 
 
 def seen(log: Path) -> list[int]:
     """The processes in which turns have begun."""
-    return [int(line) for line in log.read_text().splitlines()] if log.exists() else []
+    return [int(line.split()[0]) for line in log.read_text().splitlines()] if log.exists() else []
 
 
 def parent(pid: int) -> int:
@@ -68,7 +73,8 @@ def kills(log: Path, found: list[int]) -> None:
 
 def main(folder: Path) -> None:
     log, killed = folder / "log", list[int]()
-    envs = WorkerGroup("envs", workers=2, cpus=4.0)
+    python = other_python(folder / "venv", {"only_there": "VALUE = 7\n"})
+    envs = WorkerGroup("envs", workers=2, cpus=4.0, python=python)
     wanted = published(execute(folder / "local", run_graph(Noted(), environments=2)))
     graph = run_graph(Noted(log=str(log), turn_s=0.2), environments=envs, retries=3)
     samplers = replace(graph.stages[0].on, workers=2, cpus=0.5)
@@ -97,6 +103,7 @@ def main(folder: Path) -> None:
         "samplers": sorted({event.worker for event in ran}),
         "dropped": [event.reason for event in events if isinstance(event, trace.Dropped)],
         "killed": len(killed),
+        "python": sorted({line.partition(" ")[2] for line in log.read_text().splitlines()}),
     }
     cluster.shutdown()
     until(lambda: not any(map(is_running, pids)))

@@ -17,7 +17,7 @@ SCRIPT = Path(__file__).with_name("environments_apart.py")
 
 def test_environments_on_another_node_are_those_beside_the_sampler_whatever_is_killed(tmp_path: Path) -> None:
     """A process and a worker of the group, in the middle of turns: weights have the bits of a run in one process, and
-    no process is left, which the script waits for."""
+    no process is left, which the script waits for. The group's interpreter runs all that take their place too."""
     words = [sys.executable, str(SCRIPT), str(tmp_path)]
     given = {"timeout": 300, "cwd": REPOSITORY, "env": os.environ | FORKS | {"PYTHONPATH": str(REPOSITORY)}}
     done = subprocess.run(words, capture_output=True, text=True, check=False, **given)
@@ -26,6 +26,7 @@ def test_environments_on_another_node_are_those_beside_the_sampler_whatever_is_k
     assert said["same"] and said["killed"] == 3 and said["retried"] > 0
     assert said["nodes"] == ["127.0.0.3"] and said["placed"] in ([0, 1, 0], [0, 1, 1])
     assert said["samplers"] == [0, 1] and said["dropped"] == []
+    assert said["python"] == [f"7 {tmp_path / 'venv'}"]
 
 
 SERVES = """

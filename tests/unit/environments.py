@@ -186,10 +186,12 @@ class Lying(Environment):
 
 @dataclass(frozen=True)
 class Chatty(Environment):
-    """A chat of two turns."""
+    """A chat whose tool says this."""
+
+    text: str = "77"
 
     def open(self, row: Mapping[str, Any], draw: Random) -> tuple[Any, Any]:
         return 0, [{"role": "system", "content": "ab"}, {"role": "user", "content": row["prompt"]}]
 
     def turn(self, state: Any, reply: Reply) -> Messages | End:
-        return Messages([{"role": "tool", "content": "77"}])
+        return Messages([{"role": "tool", "content": self.text}])

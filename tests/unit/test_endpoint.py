@@ -3,28 +3,33 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import json
 import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 from typing import Any
 
+import aiohttp
 import pytest
 
 from pipeline import Model
 from stages import Deadlines, End, Endpoint, Environment, Episode, Messages, Reply
 from stages.episode.conversation import calls_in
+from stages.episode.endpoint import server
 from stages.episode.endpoint.commands import Commands, filled, result_in
 from stages.episode.endpoint.requests import TurnRequest
 from stages.episode.endpoint.session import REWRITTEN, Session, SessionOverError
+from stages.episode.loop_thread import LoopThread
 from stages.episode.processes import EnvironmentFailedError
 from tests.doors import REPOSITORY
 from tests.unit.test_episode import FAST, SAMPLER, Worker, is_running, same
 from tests.unit.tiny import QWEN3
+from tests.waiting import until
 
 pytestmark = pytest.mark.usefixtures("forked_environments")
 
@@ -155,11 +160,127 @@ def test_clients_of_others_call_tools(client: str) -> None:
     assert rest == [[{"role": "tool", "content": "8"}], [{"role": "tool", "content": "42"}], (TURNS[-1][0], 1.0)]
 
 
+def test_what_is_not_served_is_refused_in_the_form_of_its_api(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unknown paths, other methods, and bodies that are too large."""
+    monkeypatch.setattr(server, "MOST_BYTES", 1 << 20)
+    large = bytes((1 << 20) + 1)
+
+    async def run() -> None:
+        served = server.EndpointServer()
+        served.sessions["sk-1"] = Session()
+        await served.start()
+        try:
+            async with aiohttp.ClientSession(
+                f"http://{server.HOST}:{served.port}", headers={"x-api-key": "sk-1"}
+            ) as asking:
+                for method, path, body, status, kind in (
+                    ("POST", "/v1/responses", b"{}", 404, "invalid_request_error"),
+                    ("GET", "/v1/chat/completions", b"", 405, "invalid_request_error"),
+                    ("POST", "/v1/models", b"", 405, "invalid_request_error"),
+                    ("POST", "/v1/chat/completions", large, 413, "invalid_request_error"),
+                    ("POST", "/v1/messages/count_tokens", b"{}", 404, "not_found_error"),
+                    ("GET", "/v1/messages", b"", 405, "invalid_request_error"),
+                    ("POST", "/v1/messages", large, 413, "request_too_large"),
+                ):
+                    async with asking.request(method, path, data=body) as answer:
+                        made, allow = await answer.json(), answer.headers.get("Allow", "")
+                    assert answer.status == status and (made.get("type") == "error") == ("/messages" in path)
+                    assert made["error"]["type"] == kind and bool(allow) == (status == 405)
+                    what = (
+                        "more than 1 MiB" if status == 413 else f"{method} {path} is not served; this endpoint has POST"
+                    )
+                    assert what in made["error"]["message"]
+        finally:
+            await served.stop()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_of_a_client_that_leaves_nothing_is_said(
+    streams: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In the middle of its request, before its turn is there, and in the middle of its stream."""
+    monkeypatch.setattr(server, "BEAT_S", 0.1)
+    body = json.dumps({"messages": [{"role": "user", "content": "1"}], "stream": streams})
+    request = f"POST /v1/messages HTTP/1.1\r\nHost: a\r\nx-api-key: sk-1\r\nContent-Length: {len(body)}\r\n\r\n{body}"
+
+    async def run() -> None:
+        handled: list[Any] = []
+        answer = server._ApiRoute.answer
+        monkeypatch.setattr(server._ApiRoute, "answer", lambda *given: handled.append(answer(*given)) or handled[-1])
+        served = server.EndpointServer()
+        await served.start()
+        for sent, beats in ((request[:-1], False), (request, False), *([(request, True)] if streams else [])):
+            for over in (False, True):
+                session = served.sessions["sk-1"] = Session()
+                reader, writer = await asyncio.open_connection(server.HOST, served.port)
+                writer.write(sent.encode())
+                if sent == request:
+                    await session.events.get()
+                    if beats:
+                        await reader.readuntil(b": the policy is writing")
+                writer.close()
+                await asyncio.sleep(0.05)
+                if sent == request:
+                    session.end() if over else session.reply(Reply("2"))
+                while len(handled) and handled[-1].cr_frame is not None:
+                    await asyncio.sleep(0.01)
+        assert len(handled) == (6 if streams else 4)
+        await served.stop()
+
+    asyncio.run(run())
+    assert not caplog.records
+
+
+def test_commands_end_also_if_what_keeps_them_is_stuck(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    """And what comes after their end is not wanted any more."""
+    monkeypatch.setattr("stages.episode.endpoint.commands.CLOSE_S", 0.3)
+    commands = Commands(command("leave", tmp_path / "pids"), variables={}, log=None, name="endpoint")
+    place = commands.place()
+    asyncio.run(place.ask("open", 0, 60.0, row={"prompt": "1"}, seed=()))
+    left = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
+    assert commands._keeper
+    os.kill(commands._keeper[0].pid, signal.SIGSTOP)
+    commands.close()
+    until(lambda: not any(map(is_running, left)))
+    place.kill()
+    assert place.start("turn", 0, 5.0, reply=Reply("1")).cancelled() and not caplog.records
+
+
+def test_a_loop_that_ends_leaves_no_task(caplog: pytest.LogCaptureFixture) -> None:
+    """One that is begun by a task that is cancelled has ended too, and what comes later does not begin."""
+    loop, seen = LoopThread("loop"), list[Any]()
+
+    async def sleeps(name: str, then: Any = None) -> None:
+        try:
+            seen.append(name)
+            await asyncio.sleep(60.0)
+        finally:
+            seen.append(f"{name} over")
+            if then:
+                seen.append(asyncio.ensure_future(then()))
+
+    loop.run(sleeps("one", lambda: sleeps("two")))
+    loop.run(asyncio.sleep(0)).result(5.0)
+    loop.close()
+    loop.soon(seen.append, "late")
+    assert loop.run(sleeps("late")).cancelled()
+    task = seen.pop(2)
+    assert seen[:2] == ["one", "one over"] and "late" not in seen and task.done()
+    loop.close()
+    gc.collect()
+    assert not caplog.records
+
+
 def test_commands_end_with_the_process_that_started_them(tmp_path: Path) -> None:
     """Also those that have left their session, and if it was killed."""
     pids = tmp_path / "pids"
     code = f"""
 import asyncio
+from stages.episode.endpoint import server
 from stages.episode.endpoint.commands import Commands
 commands = Commands({command("leave", pids)!r}, variables={{}}, log=None, name="endpoint")
 asyncio.run(commands.place().ask("open", 0, 60.0, row={{"prompt": "1"}}, seed=()))
@@ -172,10 +293,7 @@ import time; time.sleep(100)
     assert len(left) == 2 and all(map(is_running, left))
     os.kill(made.pid, signal.SIGKILL)
     made.wait()
-    until = time.monotonic() + 20
-    while any(map(is_running, left)) and time.monotonic() < until:
-        time.sleep(0.05)
-    assert not any(map(is_running, left))
+    until(lambda: not any(map(is_running, left)))
 
 
 def test_what_fails_is_in_the_log_and_variables_are_few(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import socket
@@ -24,10 +25,12 @@ from pipeline.declare.times import ENVIRONMENT, PROCESS, SampleTimes
 from pipeline.plan.planner import plan
 from pipeline.record import trace
 from stages import Evaluate, Generated, Reply
-from stages.episode import environment_client, processes
+from stages.episode import environment_client, environment_server, processes
 from stages.episode.attempts import Attempts, EpisodeLostError
 from stages.episode.environment_client import ServedEnvironments
 from stages.episode.environment_server import EnvironmentServer
+from stages.episode.frames import HostCall
+from stages.episode.host import Host
 from stages.episode.processes import EnvironmentFailedError, PlaceLostError, Processes
 from tests.doors import REPOSITORY
 from tests.unit.environments import Echo, Faulty, Sleeping, Uneven
@@ -258,6 +261,60 @@ def test_a_group_is_shared_by_the_workers_that_sample() -> None:
     assert not episode(Sleeping(), environments=ENVS).at_once
 
 
+def test_a_worker_is_not_asked_before_it_answers_or_answers_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither if it never has, nor if its connection has ended, nor after an answer that cannot be read; whatever
+    others have to do."""
+    with server(Echo()) as (_, other), server(Echo()) as (_, good):
+        addresses = [replace_key(other), good]
+        with client(Echo(), addresses) as made:
+            until(lambda: made._links[1]._writer)
+            made._links[1].episodes.add(1)
+            until(lambda: made.place()._link._at == 1)
+            addresses[0] = other
+            until(lambda: made._links[0]._writer)
+            with monkeypatch.context() as patch:
+                patch.setattr(environment_server, "framed", lambda answer: b"\1\0\0\0\xc1")
+                gone = made.place()
+                assert gone.start("open", 8, 20.0, **ROW).cancel(), "which is in nobody's way"
+                with pytest.raises(PlaceLostError):
+                    gone.start("open", 0, 20.0, **ROW).result(20.0)
+            addresses[0] = replace_key(other)
+            until(lambda: made._links[0].is_lost)
+            with pytest.raises(PlaceLostError):
+                gone.start("open", 0, 20.0, **ROW).result(20.0)
+            assert [made.place()._link._at for _ in range(3)] == [1] * 3 and made._links[0].is_doubtful
+            addresses[0] = other
+            until(lambda: made._links[0]._writer)
+            place = made.place()
+            assert place._link._at == 0 and place.start("open", 2, 20.0, **ROW).cancel()
+            assert place.start("open", 3, 20.0, **ROW).result(20.0).said == "1", "after an answer that nobody wants"
+            for writer in (made._links[0]._writer, made._links[1]._writer):
+                made.loop.soon(writer.close)
+            until(lambda: all(link.is_lost for link in made._links))
+            assert made.place().start("open", 4, 20.0, **ROW).result(20.0).said == "1"
+
+
+def test_calls_that_are_not_wanted_before_there_is_a_connection_are_not_made(tmp_path: Path) -> None:
+    """Of an episode that is given up while its worker cannot be reached, and of one with a process for itself."""
+    mark = tmp_path / "mark"
+    environment = Faulty(method="none", mark=str(mark))
+    with server(environment) as (made, address):
+        addresses = [replace_key(address)]
+        with client(environment, addresses) as there:
+            asked = there.place().start("open", 2, 20.0, row={"prompt": "a"}, seed=(1,))
+            left = []
+            for number, place in enumerate((there.fresh(), there.place())):
+                left.append(place.start("open", number, 20.0, row={"prompt": "b"}, seed=(1,)))
+                left += [place.start("close", number, 20.0)] if number else []
+                place.kill()
+            for call in left:
+                with pytest.raises(PlaceLostError):
+                    call.result(20.0)
+            addresses[0] = address
+            assert asked.result(20.0).said == "a" and len(made._processes._all) == 1
+            assert opened_and_closed(mark) == (["a"], [])
+
+
 def test_episodes_of_a_worker_that_dies_go_on_elsewhere() -> None:
     """In the middle of a turn: with the same bits, and without a process of their own. Where no run has started the
     group, as when one episode is played again, its processes are beside the worker."""
@@ -337,8 +394,9 @@ def test_the_loss_of_a_place_is_never_the_policys(monkeypatch: pytest.MonkeyPatc
         asyncio.run(plays())
 
 
-def test_an_episode_whose_worker_is_gone_is_closed(tmp_path: Path) -> None:
-    """The connection ends, and with it the processes that were for one episode alone."""
+def test_an_episode_whose_worker_is_gone_is_closed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The connection ends, and with it the processes that were for one episode alone. What was being closed has no
+    answer, and nothing is said about that."""
     mark = tmp_path / "mark"
     environment = Faulty(method="none", mark=str(mark))
     with server(environment) as (made, address):
@@ -347,6 +405,26 @@ def test_an_episode_whose_worker_is_gone_is_closed(tmp_path: Path) -> None:
             asyncio.run(there.fresh().ask("open", 2, 20.0, row={"prompt": "b"}, seed=(1,)))
             assert len(made._processes._all) == 2
         until(lambda: opened_and_closed(mark) == (["a", "b"], ["a"]) and len(made._processes._all) == 1)
+        with client(environment, [address]) as there:
+
+            async def run() -> None:
+                places = [there.place() for _ in range(10)]
+                for n, place in enumerate(places):
+                    await place.ask("open", n, 20.0, row={"prompt": "c"}, seed=(1,))
+                for n, place in enumerate(places):
+                    place.start("close", n, 20.0)
+
+            asyncio.run(run())
+        until(lambda: opened_and_closed(mark)[1] == ["a", *("c" * 10)])
+    assert not caplog.records
+
+
+def test_a_process_whose_worker_is_gone_says_nothing() -> None:
+    """Nobody reads its answer."""
+    ours, theirs = socket.socketpair()
+    theirs.close()
+    with ours:
+        asyncio.run(Host(Echo(), ours)._answer(HostCall(number=0, episode=1, method="open", **ROW), None))
 
 
 def test_the_worker_of_the_group_ends_what_is_overdue_or_not_wanted(tmp_path: Path) -> None:
@@ -375,7 +453,8 @@ def test_the_worker_of_the_group_ends_what_is_overdue_or_not_wanted(tmp_path: Pa
 
 
 def test_a_call_that_is_not_wanted_before_it_was_made_leaves_nothing() -> None:
-    """Of two turns that run one by one, the second one's episode is closed meanwhile."""
+    """Of two turns that run one by one, the second one's episode is closed meanwhile, and at last
+    the connection."""
 
     async def unanswered() -> int:
         return sum("_answer" in repr(task) for task in asyncio.all_tasks())
@@ -387,7 +466,14 @@ def test_a_call_that_is_not_wanted_before_it_was_made_leaves_nothing() -> None:
             place.start("turn", n, 20.0, reply=Reply("1"))
         place.start("close", 2, 20.0)
         await place.ask("open", 3, 20.0, **ROW)
+        guests = [each for each in gc.get_objects() if isinstance(each, environment_server._Guest)]
+        assert [set(each._open) for each in guests if each._processes is made._processes] == [{1, 3}]
 
-    with server(Echo(sleep_s=0.3)) as (made, address), client(Echo(), [address]) as there:
-        asyncio.run(run(there.place()))
+    with server(Echo(sleep_s=0.3)) as (made, address):
+        with client(Echo(), [address]) as there:
+            asyncio.run(run(there.place()))
+            until(lambda: not made._processes.loop.run(unanswered()).result(5.0), 5.0)
+            for n in (1, 3):
+                there.place().start("turn", n, 20.0, reply=Reply("1"))
+            until(lambda: made._processes.loop.run(unanswered()).result(5.0) == 2, 5.0)
         until(lambda: not made._processes.loop.run(unanswered()).result(5.0), 5.0)

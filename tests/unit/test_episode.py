@@ -178,17 +178,28 @@ def test_tokens_are_those_that_the_engine_had(worker: Worker) -> None:
     assert 0 < int((~drawn).sum()) < len(drawn)
 
 
-def test_a_turn_draws_on_where_the_sample_was(worker: Worker) -> None:
-    """The second turn is a response to the whole conversation so far, with the numbers that follow."""
+TRUNCATED = [{}, {"top_k": 2}, {"min_p": 0.9}, {"top_p": 0.2}, {"temperature": 3.0}]
+
+
+@pytest.mark.parametrize("settings", TRUNCATED, ids=str)
+def test_a_turn_draws_on_where_the_sample_was(worker: Worker, settings: dict[str, Any]) -> None:
+    """The second turn is a response to the whole conversation so far, with the numbers that follow, and each is drawn
+    as the stage says."""
     from stages.backends import Draws, Sampling
 
-    made, backend = worker.columns(episode(Echo(turns=2))), worker.shared["engine"]
+    made, backend = worker.columns(episode(Echo(turns=2), **settings)), worker.shared["engine"]
+    is_plain = []
     for i in range(4):
         ids, (first, last) = made["response_ids"][i], made["turn_ends"][i].tolist()
         place = first + int((made["token_versions"][i] == -1).sum())
-        prompt = Ragged.of([torch.cat([made["prompt_ids"][i], ids[:place]])])
-        alone = backend.generate(POLICY, prompt, Sampling(6), Draws(3, (5 + i // 2,), (i % 2,), (place,)))
-        assert torch.equal(alone.response_ids.values, ids[place:last])
+        for begin, end in ((0, first), (place, last)):
+            prompt = Ragged.of([torch.cat([made["prompt_ids"][i], ids[:begin]])])
+            draws = Draws(3, (5 + i // 2,), (i % 2,), (begin,))
+            alone = backend.generate(POLICY, prompt, Sampling(6, **settings), draws).response_ids.values
+            plain = backend.generate(POLICY, prompt, Sampling(6), draws).response_ids.values
+            assert torch.equal(alone, ids[begin:end])
+            is_plain.append(torch.equal(alone, plain))
+    assert all(is_plain) == (not settings), "the setting decides about a token"
 
 
 def test_episodes_do_not_depend_on_the_time_that_environments_take() -> None:
@@ -472,6 +483,16 @@ def test_what_an_environment_says_may_be_empty_and_must_have_tokens(
     assert {len(ends) for ends in made["turn_ends"]} == ({2} if end == "answered" else {1})
 
 
+def test_a_character_without_a_token_ends_its_episode(worker: Worker) -> None:
+    """Of a text, or of a chat; of what opens it, which is lost, or of an answer. Others go on."""
+    made = worker.columns(episode(OneTurn()), ["1", "?", ""])
+    assert made["end"] == ["answered"] * 2 + ["lost:open:unwritable"] * 2 + ["lost:open:empty"] * 2
+    for text, end in (("7", "turns"), ("?", "failed:0:unwritable")):
+        stage = replace(episode(Chatty(text), chat=True, turns=2), model=replace(POLICY, chat_template=TEMPLATE))
+        made = worker.columns(stage, ["1", "?"])
+        assert made["end"] == [end] * 2 + ["lost:open:unwritable"] * 2
+
+
 def test_a_prompt_that_the_model_cannot_see_whole_is_lost(worker: Worker) -> None:
     positions = episode(OneTurn()).positions
     made = worker.columns(episode(OneTurn()), ["1" * positions, "1" * (positions - 2)])
@@ -713,7 +734,7 @@ def test_an_evaluation_leaves_lost_episodes_out(worker: Worker, tmp_path: Path) 
     faulty = Faulty(method="open", mark=str(tmp_path / "mark"), of="r1", sleep_s=0.02)
     held_out = replace(trained, environment=faulty, retries=0)
     policy, task, sampler = trained.model, Generated("reverse", digits=2, held_out=20), trained.on
-    stage = Evaluate(policy, task, on=sampler, episode=held_out, reward=height, every=1)
+    stage = Evaluate(policy, task, on=sampler, episode=held_out, reward=height, every=1, lost=0.9)
     graph = replace(graph, stages=(*graph.stages, stage))
     events = execute(tmp_path / "run", graph)
     lost = [i for i, (prompt, _) in enumerate(task.held_out_pairs(20)) if prompt.startswith("r1")]
@@ -728,8 +749,13 @@ def test_an_evaluation_leaves_lost_episodes_out(worker: Worker, tmp_path: Path) 
     assert all(waits_by_task(tasks)[event.task] for event in spent)
     found = gaps(plan(graph)[0], tasks, spent[0].start_s, spent[-1].end_s)
     assert {gap.stage for gap in found if gap.cause == "environment"} >= {"evaluate"}
-    run = replace(stage, episode=replace(held_out, environment=replace(faulty, of=""))).setup(worker.context)
-    with pytest.raises(StageError, match="has lost all of its 20 episodes, 20 of them as lost:open:OSError"):
+    always = replace(faulty, of="")
+    for environment, most, count in ((faulty, 0.0, 1), (always, 0.2, 5), (always, 1.0, 20)):
+        run = replace(stage, lost=most, episode=replace(held_out, environment=environment)).setup(worker.context)
+        with pytest.raises(StageError, match=f"has lost {count} of its 20 episodes, {count} of them as lost:open:OSE"):
+            run({}, Task(stage="evaluate", step=0))
+    run = replace(stage, prompts=2, episode=replace(held_out, environment=always)).setup(worker.context)
+    with pytest.raises(StageError, match="has lost 2 of its 2 episodes"):
         run({}, Task(stage="evaluate", step=0))
 
 

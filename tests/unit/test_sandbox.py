@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import socket
@@ -127,6 +128,37 @@ def test_what_a_program_leaves_behind_ends_with_it(sandbox: Sandbox) -> None:
 def test_a_program_that_writes_too_much_is_killed(sandbox: Sandbox) -> None:
     ran = python(sandbox, "while True: print('x' * 999)")
     assert ran.why == "output" and len(ran.output) == SMALL.output_bytes
+
+
+WRONG: dict[str, list[object]] = {
+    "command": ["python3 main.py", "", [], (), None, 3, ["true", 1], [b"true"], ["a\0b"], {"true"}],
+    "files": [{"main.py": b""}, {1: ""}, ["main.py"], "main.py"],
+    "stdin": [b"1", None],
+    "readable": ["/usr", ["usr"], [""], [Path("/usr")], None],
+    "seconds": [0, -1.0, float("nan"), float("inf"), 1e9, "2", True, None],
+    **{
+        name: [0, -1, 1.5, True, "1", None, 1 << 63]
+        for name in ("cpu_s", "memory_bytes", "folder_bytes", "processes", "output_bytes")
+    },
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_no_program_can_have_is_refused_before_anything_starts(
+    sandbox: Sandbox, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(subprocess, "Popen", None)
+    for value in WRONG[name]:
+        given = {name: value}
+        told = rf"^(a sandbox|SandboxLimits) has {re.escape(name)}=.*; .*\. Fix: {name}="
+        with pytest.raises(ValueError, match=told) as raised:
+            if name in ("command", "files", "stdin"):
+                sandbox.run(**{"command": ["true"]} | given)  # type: ignore[arg-type]
+            else:
+                Sandbox(**given if name == "readable" else {"limits": SandboxLimits(**given)})  # type: ignore[arg-type]
+        assert len(str(raised.value).splitlines()) == 1, value
+    with pytest.raises(ValueError, match=r"Fix: command=\['python3', 'my main.py'\]$"):
+        sandbox.run("python3 'my main.py'")
 
 
 def test_files_lie_in_the_programs_folder(sandbox: Sandbox) -> None:

@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -200,6 +201,34 @@ def test_why_no_container_starts_is_said(podman: Containers, monkeypatch: pytest
     with pytest.raises(SandboxError, match=r"the container sluice-\w+ may still run"):
         Containers(image=IMAGE, client=(str(hangs),)).sandbox()
     until(lambda: not sleeping())
+
+
+def test_what_starts_no_container_is_refused_before_a_client_is_asked(tmp_path: Path) -> None:
+    (client := tmp_path / "docker").write_text(f"#!/bin/sh\necho asked >>{tmp_path}/asked\n")
+    client.chmod(0o755)
+    right = Containers(image=IMAGE, client=(str(client),))
+    wrong: dict[str, list[Any]] = {
+        "image": ["", " ", "--privileged", "-v=/:/host", "two words", "a\nb", None, 3],
+        "client": ["docker", "", (), [], None, (1,), (b"docker",), {"docker": 1}],
+        "options": ["--runtime=runsc", (1,), None],
+    }
+    for name, values in wrong.items():
+        for value in values:
+            for starts in (Containers.sandbox, lambda made: ContainerSandbox(made, SMALL)):
+                with pytest.raises(ValueError, match=rf"^Containers has {name}=.*; .*\. Fix: {name}=.*$"):
+                    starts(replace(right, **{name: value}))
+    with pytest.raises(ValueError, match=r"^SandboxLimits has memory_bytes=-1; "):
+        right.sandbox(SandboxLimits(memory_bytes=-1))
+    made = ContainerSandbox(right, SMALL)
+    for command in ("python3 main.py", [], ["true", 1], None):
+        with pytest.raises(ValueError, match=r"^a sandbox has command=.*; .*\. Fix: command=\['"):
+            made.run(command)
+    with pytest.raises(ValueError, match=r"^a sandbox has files=.*; .*\. Fix: files="):
+        made.run(["true"], files={"main.py": b""})  # type: ignore[dict-item]
+    assert not (tmp_path / "asked").exists()
+    with pytest.raises(SandboxError, match="has not started"):
+        made.run(["true"])
+    assert "asked" in (tmp_path / "asked").read_text(), "by what may be run"
 
 
 @pytest.mark.parametrize("forks", [False, True])

@@ -197,6 +197,36 @@ def test_max_rounds_counts_what_was_refused_since_the_last_claim():
     assert "dropped 3 of " in world.gave_up.problem.what
 
 
+@pytest.mark.parametrize(
+    ("on_stale", "drop", "order", "says"),
+    [
+        ("wait", {1, 2, 4, 5}, [1, 2, 4, 5, 3, 0], None),
+        ("wait", {1, 2, 3}, [1, 2, 3, 4, 5, 0], "dropped 3 of 4 groups at step 2 "),
+        ("drop", {1, 2, 3}, [1, 2, 3, 4, 5, 0], "dropped 3 of 3 groups at step 1 "),
+        ("drop", {1, 2, 3}, [1, 2, 0, 3, 4, 5], None),
+    ],
+)
+def test_max_rounds_counts_the_groups_of_one_batch_however_early_they_are_decided(on_stale, drop, order, says):
+    """Of a run that is five steps ahead, in batches of one group, of which two may be dropped. In their order, what
+    comes after the next batch counts later; where the first that are ready are trained, all since the last claim do.
+    And nothing is sampled beyond the last step."""
+    schedule = {"steps": 8, "max_staleness": 5, "on_stale": on_stale}
+    described = graph(gate(max_rounds=3), batch=1, schedule=schedule, **toy.streaming())
+    world = world_of(described, [group in drop for group in range(40)])
+    while others := [job for job in world.jobs.values() if job.task.stage != "gate"]:
+        world.finish(others[0])
+    (job,) = world.jobs.values()
+    assert job.task.groups == (0, 1, 2, 3, 4, 5)
+    for group in order:
+        if world.gave_up is None:
+            world.finish(job, [group])
+    if says:
+        assert world.gave_up is not None and says in world.gave_up.problem.what
+        return
+    world.run(lambda count: 0).check_end()
+    assert len(world.admitted) == 8 + len(drop)
+
+
 def test_the_last_group_that_max_rounds_allows_is_sampled():
     drop = [True, True, True, True, False, False]
     world = world_of(graph(gate(max_rounds=3), batch=2, schedule={"steps": 1}), drop)

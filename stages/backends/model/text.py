@@ -17,7 +17,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from pipeline import Model, StageError
 from pipeline.declare.columns import Ragged
-from pipeline.errors import Problem
+from pipeline.errors import Problem, message_of
 from stages.backends.model.build import BYTES, SEEING_TOKENS, load_tokenizer
 from stages.backends.model.vision import Pictures, Vision, load_vision
 from stages.images import MARK
@@ -101,8 +101,10 @@ class Tokenizers:
         return made
 
     def tokens(self, model: Model, text: str) -> torch.Tensor:
-        """Token ids of a rendered text, which has its special tokens already."""
-        return torch.tensor(self.tokenizer(model)(text, add_special_tokens=False).input_ids, dtype=torch.long)
+        """Token ids of a rendered text, which has its special tokens already. Raises StageError for one that the
+        tokenizer cannot encode."""
+        (ids,) = _ids(self.tokenizer(model), model, [text], add_special_tokens=False)
+        return torch.tensor(ids, dtype=torch.long)
 
     def written(self, model: Model, ids: torch.Tensor) -> str:
         """The text of tokens, with special tokens."""
@@ -163,11 +165,27 @@ def _encoded(tokenizer: PreTrainedTokenizerBase, model: Model, texts: Sequence[s
         unknown = sorted(set(_SEEING.sub("", text)) - alphabet) if alphabet else []
         if unknown or not text:
             raise _cannot_say(model, text, unknown)
-    encoded = tokenizer(list(texts)).input_ids
+    encoded = _ids(tokenizer, model, texts)
     for text, ids in zip(texts, encoded):
         if not ids:
             raise _cannot_say(model, text, [])
     return encoded
+
+
+def _ids(tokenizer: PreTrainedTokenizerBase, model: Model, texts: Sequence[str], **options: bool) -> list[list[int]]:
+    """What the tokenizer makes of each text. Raises StageError with its words if it has no token for a character."""
+    try:
+        made: list[list[int]] = tokenizer(list(texts), **options).input_ids
+    except Exception as error:
+        raise StageError(
+            Problem(
+                where=str(model.location),
+                what=f"the tokenizer of {model.source!r} refuses a text: {message_of(error)}",
+                why="each character needs a token",
+                fix="a tokenizer with a token for unknown characters, or other texts",
+            )
+        ) from error
+    return made
 
 
 def _templated(tokenizer: PreTrainedTokenizerBase, model: Model, texts: Sequence[str]) -> list[list[int]]:

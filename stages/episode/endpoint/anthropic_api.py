@@ -21,6 +21,7 @@ from stages.episode.endpoint.requests import (
     whole,
 )
 
+_ERRORS = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large"}  # others: of the request
 _ALLOWED = {"stop_sequences": (), "tool_choice": ({"type": "auto"},)}
 
 
@@ -56,7 +57,7 @@ class AnthropicApi:
 
     def error(self, status: int, text: str) -> dict[str, Any]:
         """The body of an error."""
-        return {"type": "error", "error": {"type": "invalid_request_error", "message": text}}
+        return {"type": "error", "error": {"type": _ERRORS.get(status, "invalid_request_error"), "message": text}}
 
 
 def _events(asked: TurnRequest, answered: Answered) -> Iterator[dict[str, Any]]:

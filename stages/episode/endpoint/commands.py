@@ -22,12 +22,13 @@ from random import Random
 from typing import Any
 
 from pipeline.declare.times import ENVIRONMENT, WORKER, SampleTimes
+from stages.episode import children
 from stages.episode.companion import companion
 from stages.episode.endpoint.keeper import EndCommand, EndedCommand, StartCommand
 from stages.episode.endpoint.server import HOST, MODEL, EndpointServer
 from stages.episode.endpoint.session import CommandEnded, NextRequest, Session
 from stages.episode.environment import Reply
-from stages.episode.frames import HostAnswer, framed, frames
+from stages.episode.frames import HostAnswer, frames, send
 from stages.episode.host import is_end
 from stages.episode.loop_thread import LoopThread
 from stages.episode.processes import EnvironmentFailedError
@@ -154,7 +155,7 @@ class Commands:
             writer = await self._started()
         session = self._running[number] = self._server.sessions[key] = Session()
         asked = StartCommand(number, filled(self._command, row), self._environment(key, seed), json.dumps(dict(row)))
-        writer.write(framed(asked))
+        send(writer, asked)
         return session
 
     async def finish(self, number: int, key: str, grace_s: float) -> None:
@@ -163,7 +164,7 @@ class Commands:
         session = self._running.get(number)
         if session is None or self._keeper is None:
             return
-        self._keeper[1].write(framed(EndCommand(number, grace_s)))
+        send(self._keeper[1], EndCommand(number, grace_s))
         with suppress(TimeoutError):
             async with asyncio.timeout(grace_s + CLOSE_S):
                 await session.has_ended.wait()
@@ -185,7 +186,11 @@ class Commands:
         if self._keeper is not None and self._serving is not None:
             process, writer = self._keeper
             writer.close()  # which ends the keeper, and it the commands
-            await asyncio.to_thread(process.wait, CLOSE_S)
+            try:
+                await asyncio.to_thread(process.wait, CLOSE_S)
+            except subprocess.TimeoutExpired:
+                children.kill(process.pid)
+                process.wait()
             await self._serving
         await self._server.stop()
 

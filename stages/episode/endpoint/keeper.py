@@ -20,7 +20,7 @@ from pathlib import Path
 import msgspec
 
 from stages.episode import children
-from stages.episode.frames import framed, frames
+from stages.episode.frames import frames, send
 
 SHOWN = 1 << 16  # last bytes of what a command printed
 NOT_STARTED = 127  # the code of a command that could not be started, as in a shell
@@ -118,7 +118,7 @@ class CommandKeeper:
 
     def _say(self, message: EndedCommand) -> None:
         assert self._writer is not None
-        self._writer.write(framed(message))
+        send(self._writer, message)
 
 
 def _signal(session: int, number: signal.Signals) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 from aiohttp import web
+from aiohttp.typedefs import Handler
 
 from stages.episode.endpoint.anthropic_api import AnthropicApi
 from stages.episode.endpoint.openai_api import OpenAIApi
@@ -17,6 +18,9 @@ HOST = "127.0.0.1"
 MODEL = "policy"
 BEAT_S = 15.0  # time between comments on a stream whose turn is being sampled
 MOST_BYTES = 64 << 20  # of a request
+OPENAI, ANTHROPIC = OpenAIApi(), AnthropicApi()
+MESSAGES = "/v1/messages"
+SERVED = f"POST /v1/chat/completions, POST {MESSAGES} and GET /v1/models"
 
 
 class EndpointServer:
@@ -25,16 +29,16 @@ class EndpointServer:
     def __init__(self) -> None:
         self.sessions: dict[str, Session] = {}
         self.port = 0
-        app = web.Application(client_max_size=MOST_BYTES)
-        app.router.add_post("/v1/chat/completions", _ApiRoute(self.sessions, OpenAIApi()).answer)
-        app.router.add_post("/v1/messages", _ApiRoute(self.sessions, AnthropicApi()).answer)
+        app = web.Application(client_max_size=MOST_BYTES, middlewares=[_refused])
+        app.router.add_post("/v1/chat/completions", _ApiRoute(self.sessions, OPENAI).answer)
+        app.router.add_post(MESSAGES, _ApiRoute(self.sessions, ANTHROPIC).answer)
         app.router.add_get("/v1/models", _models)
-        self._runner = web.AppRunner(app, access_log=None)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
 
     async def start(self) -> None:
         """Listen on a free port."""
         await self._runner.setup()
-        site = web.TCPSite(self._runner, HOST, 0, shutdown_timeout=1.0)
+        site = web.TCPSite(self._runner, HOST, 0)
         await site.start()
         self.port = int(self._runner.addresses[0][1])
 
@@ -94,6 +98,23 @@ class _ApiRoute:
 
     def _error(self, status: int, text: str) -> web.Response:
         return web.json_response(self._api.error(status, text), status=status)
+
+
+@web.middleware
+async def _refused(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Answer what no route takes as the API of its path does; who has left gets no answer."""
+    try:
+        return await handler(request)
+    except (web.HTTPNotFound, web.HTTPMethodNotAllowed) as error:
+        refused: web.HTTPException = error
+        text = f"{request.method} {request.path:.100} is not served; this endpoint has {SERVED}"
+    except web.HTTPRequestEntityTooLarge as error:
+        refused, text = error, f"the request has more than {MOST_BYTES >> 20} MiB"
+    except ConnectionError:
+        return web.Response()
+    api: Api = ANTHROPIC if request.path.startswith(MESSAGES) else OPENAI
+    allow = {name: value for name, value in refused.headers.items() if name == "Allow"}
+    return web.json_response(api.error(refused.status, text), status=refused.status, headers=allow)
 
 
 async def _models(request: web.Request) -> web.Response:
