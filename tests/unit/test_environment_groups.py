@@ -277,7 +277,7 @@ def test_a_worker_is_not_asked_before_it_answers_or_answers_again(monkeypatch: p
             addresses[0] = other
             until(lambda: made._links[0]._writer)
             with monkeypatch.context() as patch:
-                patch.setattr(environment_server, "framed", lambda answer: b"\1\0\0\0\xc1")
+                patch.setattr(environment_server, "send", lambda writer, answer: writer.write(b"\1\0\0\0\xc1"))
                 gone = made.place()
                 assert made.loop.run(unwanted(gone, 8)).result(20.0), "which is in nobody's way"
                 with pytest.raises(PlaceLostError):
