@@ -264,6 +264,10 @@ def test_a_group_is_shared_by_the_workers_that_sample() -> None:
 def test_a_worker_is_not_asked_before_it_answers_or_answers_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither if it never has, nor if its connection has ended, nor after an answer that cannot be read; whatever
     others have to do."""
+
+    async def unwanted(place: Any, episode: int) -> bool:
+        return place.start("open", episode, 20.0, **ROW).cancel()
+
     with server(Echo()) as (_, other), server(Echo()) as (_, good):
         addresses = [replace_key(other), good]
         with client(Echo(), addresses) as made:
@@ -273,9 +277,9 @@ def test_a_worker_is_not_asked_before_it_answers_or_answers_again(monkeypatch: p
             addresses[0] = other
             until(lambda: made._links[0]._writer)
             with monkeypatch.context() as patch:
-                patch.setattr(environment_server, "framed", lambda answer: b"\1\0\0\0\xc1")
+                patch.setattr(environment_server, "send", lambda writer, answer: writer.write(b"\1\0\0\0\xc1"))
                 gone = made.place()
-                assert gone.start("open", 8, 20.0, **ROW).cancel(), "which is in nobody's way"
+                assert made.loop.run(unwanted(gone, 8)).result(20.0), "which is in nobody's way"
                 with pytest.raises(PlaceLostError):
                     gone.start("open", 0, 20.0, **ROW).result(20.0)
             addresses[0] = replace_key(other)
@@ -286,7 +290,7 @@ def test_a_worker_is_not_asked_before_it_answers_or_answers_again(monkeypatch: p
             addresses[0] = other
             until(lambda: made._links[0]._writer)
             place = made.place()
-            assert place._link._at == 0 and place.start("open", 2, 20.0, **ROW).cancel()
+            assert place._link._at == 0 and made.loop.run(unwanted(place, 2)).result(20.0)
             assert place.start("open", 3, 20.0, **ROW).result(20.0).said == "1", "after an answer that nobody wants"
             for writer in (made._links[0]._writer, made._links[1]._writer):
                 made.loop.soon(writer.close)
