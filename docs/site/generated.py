@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from docs.site.curves import drawing
 from pipeline.__main__ import COMMANDS
 from pipeline.cli.recipes import recipes
 
@@ -51,6 +52,8 @@ def of_recipes() -> str:
         "# Recipes",
         "`python -m pipeline.run NAME` runs one, and `python -m pipeline.new mine --from NAME` copies it to edit.",
     ]
+    kept = json.loads((RESULTS / "recipes.json").read_text())
+    curves = {row["recipe"]: row for row in kept["rows"]}
     for path, says in recipes():
         own = helped("pipeline.run", path.stem).partition("flags of graph()")
         parts += [
@@ -59,8 +62,19 @@ def of_recipes() -> str:
             _fenced(inspect.cleandoc(ast.get_docstring(ast.parse(path.read_text())) or "")),
         ]
         parts += [_fenced("".join(own[1:]))] if own[2] else []
+        if row := curves.get(path.stem):
+            parts += [_learned(row, kept["hardware"]), drawing(row)]
         parts += ['???+ note "The file"\n\n' + _indented(_fenced(path.read_text().rstrip(), "python"))]
     return "\n\n".join(parts) + "\n"
+
+
+def _learned(row: Mapping[str, Any], hardware: Mapping[str, Any]) -> str:
+    """What a kept curve says."""
+    return (
+        f"**It learns**: `{row['score']}` from {row['before']} to {row['after']} in {row['steps']} steps and "
+        f"{row['wall s']:.0f} s on {hardware['cores']} cores ({hardware['processor']}), medians of {row['seeds']} seeds; "
+        f"the worst seed ends at {row['worst after']:g} (`python -m benchmarks.recipes`). A line is a seed:"
+    )
 
 
 def python() -> str:
