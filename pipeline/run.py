@@ -249,7 +249,7 @@ def _run_in(run_dir: RunDir, asked: _Asked, services: Mapping[str, str], started
     with Termination(exit_now) as termination:
         try:
             shown = view.beside(run_dir.path) if options.view else nullcontext()
-            with shown, beside(run_dir, services), mirrored(run_dir, options.mirror, progress.warn):
+            with progress, shown, beside(run_dir, services), mirrored(run_dir, options.mirror, progress.warn):
                 stopped = _execute(asked, run_dir, start, progress, termination)
             code = termination.exit_code if stopped else 0
         except SystemExit:  # by a signal
@@ -394,7 +394,7 @@ def _executor(asked: _Asked, run_dir: RunDir, progress: console.Progress) -> Any
     if options.executor == "local":
         from pipeline.executors.local import LocalExecutor
 
-        return LocalExecutor()
+        return LocalExecutor(on_start=progress.starting)
     from pipeline.executors.ray import RayExecutor
     from pipeline.executors.sent import user_modules
 

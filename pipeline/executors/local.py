@@ -11,7 +11,7 @@ import asyncio
 import os
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -38,12 +38,13 @@ LINGER_S = 0.2  # a stream reports when it ends or awaits; nothing else could ru
 
 
 class LocalExecutor:
-    """The in-process executor."""
+    """The in-process executor. `on_start` is called with what each part of a start waits for."""
 
     name = "local"
     can_restart = True
 
-    def __init__(self) -> None:
+    def __init__(self, *, on_start: Callable[[str], None] = lambda doing: None) -> None:
+        self._on_start = on_start
         self.plane: DataPlane = MemoryPlane()
         self._queue: deque[tuple[Task, KVBatchMeta | None]] = deque()
         self._loop = asyncio.new_event_loop()
@@ -66,6 +67,7 @@ class LocalExecutor:
         if problems := tuple(one_process_problems(groups.values())):
             raise GraphError(*problems)
         for placed in plan.groups:
+            self._on_start(plan.loading([placed.name]))
             hosted = [by_name[name] for name in placed.stages]
             worker = self._workers[placed.name] = Worker(groups[placed.name], 0, hosted, stages, settings)
             if error := worker.setup():
@@ -78,6 +80,7 @@ class LocalExecutor:
         servers = by_stage(server.serve(LOOPBACK) for server in self._servers)
         for worker in self._workers.values():
             worker.found(servers)
+        self._on_start("the first step")
         return [
             Placed(group=worker.group.name, worker=worker.rank, node="this process", pid=os.getpid())
             for worker in (*self._workers.values(), *self._servers)
