@@ -131,6 +131,7 @@ def _main(argv: list[str]) -> int:
             raise GraphError(*problems)
     if options.mirror:
         check_address(options.mirror, flag="--mirror")
+    services = wanted_of(options)
     if options.check:
         print(f"{file.named}: {len(planned.stages)} stages, {len(planned.edges)} edges, no problem found")
         return 0
@@ -141,7 +142,7 @@ def _main(argv: list[str]) -> int:
         return 0
     if options.replay:
         return _replay(graph, Path(options.replay), options.episode, live=options.live)
-    return _run(_Asked(here, argv, options, file, graph, planned, values, record), started_s)
+    return _run(_Asked(here, argv, options, file, graph, planned, values, record), services, started_s)
 
 
 def _parser(*, add_help: bool) -> Parser:
@@ -223,8 +224,7 @@ def _replay(graph: Graph, folder: Path, episode: str | None, *, live: bool) -> i
     return 0
 
 
-def _run(asked: _Asked, started_s: float) -> int:
-    services = wanted_of(asked.options)
+def _run(asked: _Asked, services: Mapping[str, str], started_s: float) -> int:
     run_dir = _run_dir(asked)
     if asked.options.mirror:
         check_apart(asked.options.mirror, run_dir.path, flag="--mirror")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -214,6 +215,13 @@ def test_a_package_that_is_not_there_is_a_problem(service, monkeypatch):
         match=rf"--{service}: the package {service} is not installed; .*pip install 'sluice-rl\[{service}\]'",
     ):
         opened(service, "x", Described(name="", key="", graph="", flags={}))
+
+
+def test_a_check_of_a_graph_says_that_a_package_is_not_there(monkeypatch, capsys):
+    found = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *more: None if name == "wandb" else found(name, *more))
+    assert run.main(["quickstart", "--wandb", "project", "--check"]) == 2
+    assert "--wandb: the package wandb is not installed; " in capsys.readouterr().err
 
 
 def test_a_folder_named_like_the_package_is_none(tmp_path, monkeypatch):
