@@ -85,7 +85,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(argv: list[str]) -> int:
     started_s, here = time.monotonic(), Path.cwd()
-    first = _parser(add_help=False).parse_known_args(argv)[0]
+    before = _parser(add_help=False)
+    before.graph_file = next((word for word in argv if word.endswith(".py")), before.graph_file)
+    first = before.parse_known_args(argv)[0]
     named = graph_named(argv, first.graph)
     if first.list is not None:
         print_list(_runs_in(first.list))
@@ -229,7 +231,7 @@ def _run(asked: _Asked, services: Mapping[str, str], started_s: float) -> int:
     if asked.options.mirror:
         check_apart(asked.options.mirror, run_dir.path, flag="--mirror")
     near = asked.near(run_dir.path)
-    with outliving(near), held(run_dir, where=f"--run-dir {near}") as warning:
+    with outliving(near), held(run_dir, where=f"--run-dir {shlex.quote(near)}") as warning:
         console.print_problems([warning] if warning else [])
         return _run_in(run_dir, asked, services, started_s)
 
@@ -295,19 +297,21 @@ def _begin(asked: _Asked, run_dir: RunDir) -> int:
             start = manifest.steps
             if step is None and start == asked.planned.steps and state_on_disk(run_dir.events) != "finished":
                 start = max((number for number in run_dir.checkpoint_steps() if number < start), default=0)
-        check_resume(run_dir, asked.record, asked.planned, seed, start)
+        check_resume(run_dir, asked.record, asked.planned, seed, start, lasts="steps" in asked.values)
         if start:
             console.print_problems(cut_metrics(run_dir, start))
+            later, aside = run_dir.set_aside_after(start) if step is not None else ([], run_dir.path)
+            console.print_problems([_left_behind(start, later, aside)] if later else [])
         else:
             console.print_problems([_from_the_start(run_dir, run_dir.set_aside())])
         return start
     if run_dir.events.exists():
         raise GraphError(
             Problem(
-                where=f"--run-dir {asked.near(run_dir.path)}",
+                where=f"--run-dir {(near := shlex.quote(asked.near(run_dir.path)))}",
                 what="it already holds a run",
                 why="a run never overwrites another",
-                fix="use another folder, or --resume",
+                fix=f"--run-dir {near} --resume, or another folder",
             )
         )
     describe(run_dir, asked.file, asked.planned, asked.values, asked.options.executor, asked.argv, seed)
@@ -320,6 +324,16 @@ def _from_the_start(run_dir: RunDir, aside: Path) -> Problem:
         what="there is no checkpoint to go on from",
         why=f"the run starts again from step 0, and its record so far is in {aside}",
         fix="Schedule(checkpoint_every=10) saves more often",
+        warning=True,
+    )
+
+
+def _left_behind(start: int, later: Sequence[int], aside: Path) -> Problem:
+    return Problem(
+        where=f"--resume {start}",
+        what=f"there are later checkpoints (step {', '.join(map(str, later))})",
+        why=f"the run goes on from step {start} and writes its own, so they are now in {aside}",
+        fix="remove that folder, unless you still want them",
         warning=True,
     )
 

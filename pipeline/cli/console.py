@@ -8,7 +8,8 @@ from __future__ import annotations
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 
+_started_in: list[Path] = []  # by the commands that run, one in another
+
+
 def console(*, stderr: bool = False) -> Console:
     """Return a console as wide as the terminal, or 100 columns wide without a terminal."""
     from rich.console import Console
@@ -31,9 +35,20 @@ def console(*, stderr: bool = False) -> Console:
     return Console(stderr=stderr, width=None if stream.isatty() else 100, highlight=False, soft_wrap=True)
 
 
+@contextmanager
+def started_here() -> Iterator[None]:
+    """Within the context, a command runs that was started in the working directory of now."""
+    _started_in.append(Path.cwd())
+    try:
+        yield
+    finally:
+        _started_in.pop()
+
+
 def print_problems(problems: Iterable[Problem]) -> None:
-    """Print one line per problem to stderr. Paths below the working directory are shown relative to it."""
-    here = f"{Path.cwd()}/"
+    """Print one line per problem to stderr. Paths below the folder in which the command was started are shown relative
+    to it, even if user code has left it."""
+    here = f"{_started_in[-1] if _started_in else Path.cwd()}/"
     for problem in problems:
         text = " ".join(str(problem).splitlines())
         print(text.replace(here, "") if len(here) > 2 else text, file=sys.stderr)

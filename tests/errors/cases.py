@@ -269,6 +269,14 @@ RUNNING = [
     returning("reward_returns_a_text", "answer"),
     returning("reward_raises", "1.0 / (int(prompt[1]) - int(prompt[1]))"),
     Case(
+        "graph_leaves_its_folder",
+        text=live_text(
+            "import os\n\nos.chdir('/')\n\n\ndef score(prompt: str):  # here\n    return {}['x']\n\n\n",
+        ),
+        args=("--executor", "local", "--run-dir", "my run"),
+        code=3,
+    ),
+    Case(
         "reward_in_sum_is_too_large",
         text=live_text(SCORE, reward="Reward(score, weights=1e39)  # here"),
         args=("--executor", "local", "--run-dir", "run"),

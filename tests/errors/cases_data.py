@@ -103,7 +103,7 @@ VALUES = [
     row("several_images_in_a_row", ROW.replace("}", ', "image": ["a.png", "b.png"]}'), f"extra={IMAGE}"),
     row("json_list_instead_of_lines", '[\n  {"prompt": "1+1=", "answer": "2"}\n]\n', file="train.json"),
     row("csv_instead_of_lines", "prompt,answer\n1+1=,2\n", file="train.csv"),
-    row("line_that_ends_in_a_text", ROW + '{"prompt": "2+2=", "ans\n' + ROW),
+    row("line_that_ends_in_a_text", ROW + '{"prompt": "2+\n' + ROW),
     row("bytes_of_another_encoding", ROW.encode() + '{"prompt": "\u00e4\u00f6'.encode() + b'\xe9"}\r\n'),
     row("missing_comma_after_a_mark", b"\xef\xbb\xbf" + '{"prompt": "\u00e4" "answer": "2"}\r\n'.encode()),
     row(
