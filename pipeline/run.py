@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from pipeline import view
+from pipeline import screen, view
 from pipeline.cli import console
 from pipeline.cli.choice import choose, print_choice
 from pipeline.cli.command import Parser, above_0, end, exit_code, graph_named, natural
@@ -425,6 +425,7 @@ def _executor(asked: _Asked, run_dir: RunDir, progress: console.Progress) -> Any
 def _print_way_on(asked: _Asked, run_dir: RunDir) -> None:
     """Print the commands that replay the task that has failed, if its inputs are saved, and that resume from the last
     checkpoint."""
+    screen.back()  # from a log, if the run ends while its workers start
     flags = [word for name, value in asked.values.items() for word in spelled(name, value)]
     for _, folder in [each for each in _failures(run_dir) if each not in asked.failures][-1:]:
         command = [*typed("pipeline.run"), asked.file.named, *flags, "--replay", asked.near(folder)]

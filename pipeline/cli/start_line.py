@@ -12,6 +12,8 @@ import threading
 import time
 from types import TracebackType
 
+from pipeline import screen
+
 SILENCE_S = 10.0
 EVERY_S = 1.0
 
@@ -56,10 +58,10 @@ class StartLine:
                 return
             text = f"starting {self._what}  {now_s - self._began_s:.0f} s"
             if self._live:
-                print(f"\r\x1b[2K{text}", end="", flush=True)
+                screen.say(f"\r\x1b[2K{text}")
             elif now_s - self._said_s >= SILENCE_S:
                 self._said_s = now_s
-                print(text, flush=True)
+                screen.say(f"{text}\n")
 
     def _run(self, over: threading.Event) -> None:
         while not over.wait(EVERY_S):

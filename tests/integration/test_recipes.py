@@ -32,7 +32,7 @@ def model_folder(tmp_path):
 
 
 @pytest.mark.parametrize(("trainer", "chat"), [("torch", True), ("megatron", False)])
-def test_grpo_trains_a_folder_on_a_file(tmp_path, model_folder, capsys, trainer, chat):
+def test_grpo_trains_a_folder_on_a_file(tmp_path, model_folder, capfd, trainer, chat):
     if trainer == "megatron":
         need("megatron", "megatron.core")
     data = tmp_path / "train.jsonl"
@@ -43,13 +43,15 @@ def test_grpo_trains_a_folder_on_a_file(tmp_path, model_folder, capsys, trainer,
     argv += ["--max-tokens", "6", "--lr", "1e-3", "--run-dir", str(tmp_path / "run"), "--trainer", trainer]
     argv += ["--microbatch", "64", *(["--chat"] if chat else [])]
     try:
-        assert run.main(argv) == 0, capsys.readouterr().err
+        code = run.main(argv)
     finally:
         if trainer == "megatron":  # its groups are global to the process, which other tests share
             from megatron.core import parallel_state
 
             parallel_state.destroy_model_parallel()
             torch.distributed.destroy_process_group()
+    told = capfd.readouterr()
+    assert code == 0 and "Loading weights" not in told.out + told.err, told.err
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [0, 1, 2]
     assert all(line["train/updates"] + line["train/skipped"] == 4 for line in lines[1:])

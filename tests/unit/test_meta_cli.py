@@ -18,8 +18,7 @@ HELP = """\
 A small graph.
 
 positional arguments:
-  graph                   a Python file with a function graph(), or the name
-                          of a recipe
+  graph                   a Python file with a function graph(), or the name of a recipe
 
 options:
 """
