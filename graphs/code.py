@@ -57,7 +57,7 @@ def graph(
     evaluate_every      steps between evaluations on held-out prompts
     evaluate_prompts    held-out prompts, 200 at most
     seconds             until a program is killed
-    threads             torch threads of sampler and learner; 0 is torch's default
+    threads             torch threads of sampler and learner, each
     """
     source = Generated("program", digits=3, held_out=200)
     shown = Programmed(source, right=warm_start_right)

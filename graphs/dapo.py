@@ -63,7 +63,7 @@ def graph(
     warm_start_steps    maximum number of supervised updates before DAPO
     warm_start_until    fraction of correct answers at which they end; if all are wrong, there is nothing to learn from
     evaluate_every      steps between evaluations on 1,000 held-out prompts
-    threads             torch threads of sampler and learner; 0 is torch's default
+    threads             torch threads of sampler and learner, each
     """
     source = Generated(task, digits=4)
     policy = Model(

@@ -34,6 +34,7 @@ RECOMPUTED: dict[str, Literal[False, "mlp", True]] = {"none": False, "mlp": "mlp
 def graph(
     model: str = "Qwen/Qwen3-0.6B",
     data: str = "train.jsonl",
+    chat: bool = False,
     generator: Literal["torch", "vllm"] = "torch",
     trainer: Literal["torch", "megatron"] = "torch",
     sampler_gpus: int = 0,
@@ -59,6 +60,7 @@ def graph(
 
     model               a folder, or a hub name
     data                a JSONL file
+    chat                whether prompts are messages, or texts of a user, for a model with a chat template
     generator           backend that samples
     trainer             backend that trains
     sampler_gpus        GPUs that sample, one worker each; 0 is the CPU, and then learner_gpus is 0 too
@@ -94,9 +96,9 @@ def graph(
     prev = () if own else (PrevLogprobs(policy, on=learner, microbatch=passes, at_once=run),)
     return Graph(
         name="grpo",
-        source=Prompts(data, batch=prompts_per_step),
+        source=Prompts(data, batch=prompts_per_step, chat=chat),
         stages=(
-            Rollout(policy, on=sampler, samples_per_prompt=samples_per_prompt, max_tokens=max_tokens),
+            Rollout(policy, on=sampler, samples_per_prompt=samples_per_prompt, max_tokens=max_tokens, chat=chat),
             Reward(exact_match),
             *prev,
             RefLogprobs(policy.frozen(), on=learner, microbatch=passes, at_once=run if trainer == "torch" else 0),

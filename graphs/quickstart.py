@@ -74,7 +74,7 @@ def graph(
     warm_start_steps    maximum number of supervised updates before GRPO
     warm_start_until    fraction of correct answers at which they end; GRPO needs a model that is sometimes right
     evaluate_every      steps between evaluations on 1,000 held-out prompts
-    threads             torch threads of sampler and learner; 0 is torch's default
+    threads             torch threads of sampler and learner, each
     generator           backend that samples
     trainer             backend that trains
     """

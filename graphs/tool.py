@@ -74,7 +74,7 @@ def graph(
     warm_start_steps    supervised updates before GRPO
     warm_start_calls    fraction of first turns in them that call the calculator; the others answer at once
     evaluate_every      steps between evaluations on 1,000 held-out prompts
-    threads             torch threads of sampler and learner; 0 is torch's default
+    threads             torch threads of sampler and learner, each
     """
     source = Generated("multiply", digits=4)
     shown = Calculated(source, calls=warm_start_calls)

@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from pipeline import view
+from pipeline import screen, view
 from pipeline.cli import console
 from pipeline.cli.choice import choose, print_choice
 from pipeline.cli.command import Parser, above_0, end, exit_code, graph_named, natural
@@ -85,7 +85,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(argv: list[str]) -> int:
     started_s, here = time.monotonic(), Path.cwd()
-    first = _parser(add_help=False).parse_known_args(argv)[0]
+    before = _parser(add_help=False)
+    before.graph_file = next((word for word in argv if word.endswith(".py")), before.graph_file)
+    first = before.parse_known_args(argv)[0]
     named = graph_named(argv, first.graph)
     if first.list is not None:
         print_list(_runs_in(first.list))
@@ -131,6 +133,7 @@ def _main(argv: list[str]) -> int:
             raise GraphError(*problems)
     if options.mirror:
         check_address(options.mirror, flag="--mirror")
+    services = wanted_of(options)
     if options.check:
         print(f"{file.named}: {len(planned.stages)} stages, {len(planned.edges)} edges, no problem found")
         return 0
@@ -141,7 +144,7 @@ def _main(argv: list[str]) -> int:
         return 0
     if options.replay:
         return _replay(graph, Path(options.replay), options.episode, live=options.live)
-    return _run(_Asked(here, argv, options, file, graph, planned, values, record), started_s)
+    return _run(_Asked(here, argv, options, file, graph, planned, values, record), services, started_s)
 
 
 def _parser(*, add_help: bool) -> Parser:
@@ -223,13 +226,12 @@ def _replay(graph: Graph, folder: Path, episode: str | None, *, live: bool) -> i
     return 0
 
 
-def _run(asked: _Asked, started_s: float) -> int:
-    services = wanted_of(asked.options)
+def _run(asked: _Asked, services: Mapping[str, str], started_s: float) -> int:
     run_dir = _run_dir(asked)
     if asked.options.mirror:
         check_apart(asked.options.mirror, run_dir.path, flag="--mirror")
     near = asked.near(run_dir.path)
-    with outliving(near), held(run_dir, where=f"--run-dir {near}") as warning:
+    with outliving(near), held(run_dir, where=f"--run-dir {shlex.quote(near)}") as warning:
         console.print_problems([warning] if warning else [])
         return _run_in(run_dir, asked, services, started_s)
 
@@ -249,7 +251,7 @@ def _run_in(run_dir: RunDir, asked: _Asked, services: Mapping[str, str], started
     with Termination(exit_now) as termination:
         try:
             shown = view.beside(run_dir.path) if options.view else nullcontext()
-            with shown, beside(run_dir, services), mirrored(run_dir, options.mirror, progress.warn):
+            with progress, shown, beside(run_dir, services), mirrored(run_dir, options.mirror, progress.warn):
                 stopped = _execute(asked, run_dir, start, progress, termination)
             code = termination.exit_code if stopped else 0
         except SystemExit:  # by a signal
@@ -295,19 +297,21 @@ def _begin(asked: _Asked, run_dir: RunDir) -> int:
             start = manifest.steps
             if step is None and start == asked.planned.steps and state_on_disk(run_dir.events) != "finished":
                 start = max((number for number in run_dir.checkpoint_steps() if number < start), default=0)
-        check_resume(run_dir, asked.record, asked.planned, seed, start)
+        check_resume(run_dir, asked.record, asked.planned, seed, start, lasts="steps" in asked.values)
         if start:
             console.print_problems(cut_metrics(run_dir, start))
+            later, aside = run_dir.set_aside_after(start) if step is not None else ([], run_dir.path)
+            console.print_problems([_left_behind(start, later, aside)] if later else [])
         else:
             console.print_problems([_from_the_start(run_dir, run_dir.set_aside())])
         return start
     if run_dir.events.exists():
         raise GraphError(
             Problem(
-                where=f"--run-dir {asked.near(run_dir.path)}",
+                where=f"--run-dir {(near := shlex.quote(asked.near(run_dir.path)))}",
                 what="it already holds a run",
                 why="a run never overwrites another",
-                fix="use another folder, or --resume",
+                fix=f"--run-dir {near} --resume, or another folder",
             )
         )
     describe(run_dir, asked.file, asked.planned, asked.values, asked.options.executor, asked.argv, seed)
@@ -320,6 +324,16 @@ def _from_the_start(run_dir: RunDir, aside: Path) -> Problem:
         what="there is no checkpoint to go on from",
         why=f"the run starts again from step 0, and its record so far is in {aside}",
         fix="Schedule(checkpoint_every=10) saves more often",
+        warning=True,
+    )
+
+
+def _left_behind(start: int, later: Sequence[int], aside: Path) -> Problem:
+    return Problem(
+        where=f"--resume {start}",
+        what=f"there are later checkpoints (step {', '.join(map(str, later))})",
+        why=f"the run goes on from step {start} and writes its own, so they are now in {aside}",
+        fix="remove that folder, unless you still want them",
         warning=True,
     )
 
@@ -394,7 +408,7 @@ def _executor(asked: _Asked, run_dir: RunDir, progress: console.Progress) -> Any
     if options.executor == "local":
         from pipeline.executors.local import LocalExecutor
 
-        return LocalExecutor()
+        return LocalExecutor(on_start=progress.starting)
     from pipeline.executors.ray import RayExecutor
     from pipeline.executors.sent import user_modules
 
@@ -411,6 +425,7 @@ def _executor(asked: _Asked, run_dir: RunDir, progress: console.Progress) -> Any
 def _print_way_on(asked: _Asked, run_dir: RunDir) -> None:
     """Print the commands that replay the task that has failed, if its inputs are saved, and that resume from the last
     checkpoint."""
+    screen.back()  # from a log, if the run ends while its workers start
     flags = [word for name, value in asked.values.items() for word in spelled(name, value)]
     for _, folder in [each for each in _failures(run_dir) if each not in asked.failures][-1:]:
         command = [*typed("pipeline.run"), asked.file.named, *flags, "--replay", asked.near(folder)]

@@ -62,14 +62,28 @@ class RunDir:
 
     def set_aside(self) -> Path:
         """Move the record so far to a folder of its own, `before-1` or the next free one, and return that folder."""
-        number = next(n for n in itertools.count(1) if not (self.path / f"before-{n}").exists())
-        aside = self.path / f"before-{number}"
-        aside.mkdir(_OWNERS)
+        aside = self._aside()
         kept = (self.plan, self.events, self.metrics, self.path / "samples", self.checkpoints, self.failures, self.logs)
         for path in kept:
             if path.exists():
                 path.rename(aside / path.name)
         self.create()
+        return aside
+
+    def set_aside_after(self, done: int) -> tuple[list[int], Path]:
+        """Move the checkpoints after more than `done` steps to a folder of their own. Returns their steps, and it."""
+        later, aside = [steps for steps in self.checkpoint_steps() if steps > done], self.path
+        if later:
+            aside = RunDir(self._aside()).checkpoints
+            aside.mkdir(_OWNERS)
+        for steps in later:
+            self.checkpoint(steps).rename(aside / self.checkpoint(steps).name)
+        return later, aside
+
+    def _aside(self) -> Path:
+        """Make the next free folder for what no longer belongs to the run."""
+        number = next(n for n in itertools.count(1) if not (self.path / f"before-{n}").exists())
+        (aside := self.path / f"before-{number}").mkdir(_OWNERS)
         return aside
 
     @property

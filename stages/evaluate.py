@@ -27,7 +27,9 @@ from stages import images
 from stages.backends import Generation, Sampling, backend_problems, engine, model_problems
 from stages.episode.turn_stage import TooManyLostError, TurnStage, ends
 from stages.forecast import vllm
+from stages.model_files import untemplated
 from stages.model_shape import length_problems
+from stages.prompt_lengths import prompt_problems
 from stages.reward import function_problems
 from stages.scoring import AsyncCalls, RewardFunction, Scorer, fields_of, name_of, where_of
 from stages.sources import Dataset
@@ -143,6 +145,10 @@ class Evaluate(Stage):
         yield from found
         if not found:
             yield from source_problems(self.source, self._layout(), where)
+            if self.episode is None:
+                says = f"stage {self.name!r}"
+                yield from prompt_problems(self.model, self.source, self._layout(), self.max_tokens, says)
+                yield from untemplated(self.model) if self.chat else ()
 
     def work(self, load: Load) -> Decoding | None:
         """The decoding of its prompts, with responses like those of the step; None unless the backend is vllm."""

@@ -4,7 +4,9 @@ model and no torch."""
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
+from difflib import get_close_matches
 from pathlib import Path
 
 import msgspec
@@ -17,6 +19,26 @@ from stages.model_shape import FileFault
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt")
 _TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")  # any of these may be a whole one
 _NAMES_CODE = ("config.json", "tokenizer_config.json")
+
+
+def in_hub_cache(name: str) -> bool:
+    """Whether the hub's cache on this machine has files of a model, which then loads without a network."""
+    given = os.environ
+    home = given.get("HF_HOME") or Path(given.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "huggingface"
+    cache = given.get("HF_HUB_CACHE") or given.get("HUGGINGFACE_HUB_CACHE") or Path(home) / "hub"
+    return (Path(cache).expanduser() / f"models--{name.replace('/', '--')}").is_dir()
+
+
+def unknown_name(model: Model) -> Problem:
+    """The problem of a name without an owner that is no folder either."""
+    folders = [path.parent.name for path in Path().glob("*/config.json")]
+    near = get_close_matches(model.source, folders, n=1)
+    return Problem(
+        where=str(model.location),
+        what=f"the model {model.source!r} is no folder, and no name of the hub, which has an owner",
+        why="a model is a folder or a hub name",
+        fix=f"did you mean {near[0]!r}?" if near else "name a folder, or a model with its owner, as Qwen/Qwen3-0.6B",
+    )
 
 
 def code_problems(model: Model) -> Iterator[Problem]:
@@ -54,6 +76,26 @@ def lacking_problems(model: Model) -> Iterator[Problem]:
                 why="a model is loaded from its config, weights and tokenizer",
                 fix=f"save_pretrained({model.source!r}) of the {'tokenizer' if what == 'tokenizer' else 'model'} too",
             )
+
+
+def untemplated(model: Model) -> Iterator[Problem]:
+    """The problem of a model whose tokenizer has no chat template, as far as that is known before it loads."""
+    folder, config = Path(model.source), Path(model.source) / "tokenizer_config.json"
+    if model.chat_template is not None or any(folder.glob("chat_template.*")):
+        return
+    if model.config is None:
+        try:
+            found = json.loads(config.read_bytes())
+        except BROKEN:  # of a hub, or reported apart
+            return
+        if not isinstance(found, dict) or found.get("chat_template") is not None:
+            return
+    yield Problem(
+        where=str(model.location),
+        what=f"the tokenizer of {model.source!r} has no chat template",
+        why="with chat=True, the template turns messages into a prompt",
+        fix="a chat model, Model(..., chat_template=...) in Jinja's language, or chat=False",
+    )
 
 
 def tokenizer_faults(folder: Path) -> list[FileFault]:

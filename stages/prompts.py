@@ -26,9 +26,10 @@ from stages.sources.dataset import Dataset, dataset_problems
 from stages.sources.draws import columns_read, open_source, source_problems
 from stages.sources.mixture import Mixture
 from stages.sources.schema import Schema
+from stages.sources.typed import typed_columns
 from stages.sources.values import column_of
 from stages.tasks import Generated
-from stages.vocabulary import DATASET
+from stages.vocabulary import DATASET, MESSAGES, PROMPT
 
 if TYPE_CHECKING:
     from pipeline import Graph
@@ -57,8 +58,9 @@ class Prompts(Stage):
     batch     groups per step
     prompt    column of the prompts
     answer    column of the answers; None means no field `answer`
-    extra     columns that become fields: a name gives a str field of that name, a `Field` a typed field from the column
-              of its name, and a pair (column, name or `Field`) names both
+    extra     columns that become fields: a name gives a field of that name, a `Field` a typed field from the column of
+              its name, and a pair (column, name or `Field`) names both. Without a `Field`, a column whose first 1,000
+              rows are whole numbers is int64, one of numbers float32, one of truths bool, and any other str
     template  a text with `{column}` in it, used as the prompt instead of the column `prompt`
     chat      also write `messages`, the conversation as JSON text: a column with lists of {"role", "content"}, or the
               prompt as one user message. The field `prompt` is then the text of the last message
@@ -94,8 +96,9 @@ class Prompts(Stage):
     per = "group"
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "extra", typed_columns(self.source, self._extra(), self._as_text()))
         named = (DATASET,) if self._named() else ()
-        object.__setattr__(self, "writes", (*self._layout().fields, *named))
+        object.__setattr__(self, "writes", (*self.layout.fields, *named))
 
     def check(self, graph: Graph) -> Iterable[Problem]:
         """Check the parameters, and at most the first 1,000 rows of each data set."""
@@ -104,7 +107,7 @@ class Prompts(Stage):
         yield from found
         if found:
             return
-        columns = columns_read(self.source, self._layout())
+        columns = columns_read(self.source, self.layout)
         for column in (column for column in self._as_text() if column not in columns):
             close = get_close_matches(column, columns, n=1)
             yield Problem(
@@ -113,7 +116,15 @@ class Prompts(Stage):
                 why=f"the columns that are read are {', '.join(map(repr, columns))}",
                 fix=f"did you mean {close[0]!r}?" if close else f"leave out {column!r}",
             )
-        yield from source_problems(self.source, self._layout(), where)
+        yield from source_problems(self.source, self.layout, where)
+        reads = {made for stage in graph.stages for made in stage.reads}
+        if self.chat and PROMPT in reads and MESSAGES not in reads:
+            yield Problem(
+                where=where,
+                what="chat=True, and no stage reads the messages",
+                why="only their last text would be sampled from, without the chat template",
+                fix="Rollout(..., chat=True) too, or leave out chat=True",
+            )
 
     def _parameter_problems(self, where: str) -> Iterator[Problem]:
         yield from broken(_RULES, self, where=where)
@@ -174,7 +185,7 @@ class Prompts(Stage):
 
     def setup(self, context: StageContext) -> Callable[[Columns, Task], Output]:
         """Return the runner: one row per admission number in `task.groups`, repeated for each sample of the group."""
-        layout = self._layout()
+        layout = self.layout
         seed = context.seed if self.seed is None else self.seed
         draw = open_source(self.source, layout, seed, shuffle=self.shuffle)
 
@@ -190,7 +201,8 @@ class Prompts(Stage):
 
         return run
 
-    def _layout(self) -> Schema:
+    @property
+    def layout(self) -> Schema:
         """The valid columns; `check` reports the others."""
         return Schema(
             prompt=self.prompt,

@@ -5,10 +5,10 @@
 
     Reward(exact_match, brevity, weights=(1.0, 0.1))
 
-A function's parameter names are the fields it reads: those of `stages.vocabulary`, and any other name as a str field,
-such as an extra column of `Prompts`. A parameter with a default is not a field. Values are plain Python: str, float,
-int, bool, and lists of numbers for fields with one entry per token. An instance of a class with `__call__` also works;
-its name is its `__name__` or its class.
+A function's parameter names are the fields it reads: those of `stages.vocabulary`, and any other name as a field of the
+annotated type, such as an extra column of `Prompts`; without a type, it has the one of the column. A parameter with a
+default is not a field. Values are plain Python: str, float, int, bool, and lists of numbers for fields with one entry
+per token. An instance of a class with `__call__` also works; its name is its `__name__` or its class.
 
 An `async` function calls a service for many samples at a time:
 
@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING, Any
 from pipeline import Field, Output, Stage, StageContext, StageError, Task
 from pipeline.declare.calls import is_async, is_generator
 from pipeline.declare.columns import Columns, plain_values
+from pipeline.declare.fields import ANY
 from pipeline.declare.parameters import is_number, is_whole
 from pipeline.errors import Problem, counted, problems_of
 from stages.scoring import (
@@ -114,7 +115,7 @@ class Reward(Stage):
     ) -> None:
         every = (*function, *(functions if isinstance(functions, list | tuple) else (functions,)))
         parts = [_part(each) for each in every] if len(every) > 1 else []
-        reads = dict.fromkeys(made for each in every for made in _reads(each))
+        reads = _together([made for each in every for made in _reads(each)])
         values = {
             "functions": every,
             "weights": _weights(weights),
@@ -340,14 +341,21 @@ def _wrong_type(annotation: Any, read: Field) -> str:
 
 
 def _reads(function: object) -> list[Field | None]:
-    """The fields of its parameters. A column of the user's data has the annotated type, or is text."""
+    """The fields of its parameters. A column of the user's data has the annotated type, or any."""
     annotations = {parameter.name: parameter.annotation for parameter in parameters_of(function) or ()}
     made = []
     for name in fields_of(function):
         annotation = annotations[name]
-        read = field_named(name, _DTYPES.get(getattr(annotation, "__name__", annotation), "str"))
+        given = getattr(annotation, "__name__", annotation)
+        read = field_named(name, ANY if annotation is inspect.Parameter.empty else _DTYPES.get(given, "str"))
         made.append(replace(read, hint=_ELSEWHERE[name]) if read and name in _ELSEWHERE else read)
     return made
+
+
+def _together(reads: Sequence[Field | None]) -> list[Field | None]:
+    """Each field once; without a type only if no function has given it one."""
+    typed = {made.name for made in reads if made and made.dtype != ANY}
+    return [made for made in dict.fromkeys(reads) if not (made and made.dtype == ANY and made.name in typed)]
 
 
 def _part(function: object) -> Field | None:

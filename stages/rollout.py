@@ -21,7 +21,10 @@ from pipeline.errors import Problem
 from stages import images
 from stages.backends import Cancelled, Draws, Generation, samples_of
 from stages.forecast import vllm
+from stages.model_files import untemplated
 from stages.model_shape import length_problems
+from stages.prompt_lengths import prompt_problems
+from stages.prompts import Prompts
 from stages.routes import of_replay
 from stages.sampling_stage import SAMPLING_RULES, SamplingStage
 from stages.vocabulary import (
@@ -93,6 +96,11 @@ class Rollout(SamplingStage):
         """Check the backend, the model and the sampling parameters."""
         yield from self.sampling_problems(graph, _RULES)
         yield from length_problems(self.model, self.max_tokens, str(self.location), f"stage {self.name!r}")
+        if isinstance(source := graph.source, Prompts):
+            says = f"stage {self.name!r}"
+            yield from prompt_problems(self.model, source.source, source.layout, self.max_tokens, says)
+        if self.chat:
+            yield from untemplated(self.model)
         yield from images.unseen_problems(self.model, graph)
 
     def setup(self, context: StageContext) -> Callable[[Columns, Task], AsyncGenerator[Output, None]]:

@@ -125,7 +125,7 @@ FAULTS = (
         "SIGTERM, SIGHUP, SIGQUIT, Ctrl-C, also to the whole process group",
         "the step in training is finished and saved, exit code 143, 129, 131, 130; a second one ends the run now",
         (
-            "integration/test_stopping.py::test_the_command_ends_with_143_and_can_be_resumed",
+            "integration/test_stopping.py::test_a_command_that_gets_a_signal_saves_and_can_be_resumed",
             "integration/test_stopping.py::test_weights_are_those_of_a_run_that_was_not_stopped",
             "integration/test_stopping.py::test_a_second_signal_ends_a_run_now",
             "integration/test_stopping.py::test_a_run_that_ends_while_its_workers_start_leaves_no_process",

@@ -39,6 +39,11 @@ DEFAULT_WIDTH = 18  # a longer default gets its own line
 
 def exit_code(command: Callable[[list[str]], int], argv: Sequence[str] | None) -> int:
     """Run a command on `argv`, or on sys.argv if None; print its problems, if any, and return the exit code."""
+    with console.started_here():
+        return _exit_code(command, argv)
+
+
+def _exit_code(command: Callable[[list[str]], int], argv: Sequence[str] | None) -> int:
     open_standard_files()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that has no letter for a name is no error

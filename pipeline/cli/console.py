@@ -8,16 +8,23 @@ from __future__ import annotations
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING
 
+from pipeline.cli.start_line import StartLine
+from pipeline.cli.time_left import TimeLeft
 from pipeline.errors import Problem
 from pipeline.plan.plan import PlacedGroup, Plan, PlannedStage
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
+
+
+_started_in: list[Path] = []  # by the commands that run, one in another
 
 
 def console(*, stderr: bool = False) -> Console:
@@ -28,9 +35,20 @@ def console(*, stderr: bool = False) -> Console:
     return Console(stderr=stderr, width=None if stream.isatty() else 100, highlight=False, soft_wrap=True)
 
 
+@contextmanager
+def started_here() -> Iterator[None]:
+    """Within the context, a command runs that was started in the working directory of now."""
+    _started_in.append(Path.cwd())
+    try:
+        yield
+    finally:
+        _started_in.pop()
+
+
 def print_problems(problems: Iterable[Problem]) -> None:
-    """Print one line per problem to stderr. Paths below the working directory are shown relative to it."""
-    here = f"{Path.cwd()}/"
+    """Print one line per problem to stderr. Paths below the folder in which the command was started are shown relative
+    to it, even if user code has left it."""
+    here = f"{_started_in[-1] if _started_in else Path.cwd()}/"
     for problem in problems:
         text = " ".join(str(problem).splitlines())
         print(text.replace(here, "") if len(here) > 2 else text, file=sys.stderr)
@@ -145,49 +163,44 @@ def _volume(plan: Plan, edge: object | None) -> str:
 
 
 _COUNTS = ("eval/count", "eval/length_mean", "eval/truncated", "eval/end_")  # metrics of no reward begin with one
-SLOW_START_S = 30.0  # between two lines about a start
 
 
 class Progress:
     """A progress line: rewritten in place on a terminal, one plain line per step elsewhere."""
 
     def __init__(self, plan: Plan, start: int, *, plain: bool = False) -> None:
-        self._plan, self._start = plan, start
+        self._plan = plan
         self._live = sys.stdout.isatty() and not plain
-        self._begun_s = time.monotonic()
-        self._started_s: float | None = None  # the current start, until its first step
-        self._said: tuple[str, float] = ("", 0.0)  # about this start, and when
+        self._start_line = StartLine(live=self._live)
+        self._left = TimeLeft(plan, start)
+        self._ended_s = time.monotonic()  # the last step, or what came before the first
         self._done = start
         self.evaluations: list[tuple[int, float]] = []
         self.measure = ""  # the metric that is shown: the first reward of the evaluation
         self.last: dict[str, float] = {}
         self.dropped: Counter[str] = Counter()  # groups, by reason
 
-    def begin(self) -> None:
-        """Start the clock of the time-left estimate. Called just before the first step."""
-        self._begun_s = time.monotonic()
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._start_line.over()
 
     def starting(self, what: str) -> None:
-        """Show what the start of the run waits for. Where lines stay, only if that takes long."""
-        now_s = time.monotonic()
-        if self._started_s is None:
-            self._started_s, self._said = now_s, ("", now_s)
-        before, said_s = self._said
-        if self._live:
-            print(f"\r\x1b[2Kstarting {what}  {now_s - self._started_s:.0f} s", end="", flush=True)
-        elif what != before and now_s - said_s > SLOW_START_S:
-            self._said = what, now_s
-            print(f"starting {what}  {now_s - self._started_s:.0f} s", flush=True)
+        """Show what the start of the run waits for, until the first step."""
+        self._ended_s = time.monotonic()
+        self._start_line.says(what)
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
         """Record that a step finished; -1 is the evaluation before the first step."""
-        self._started_s = None
+        self._start_line.over()
+        took_s, self._ended_s = time.monotonic() - self._ended_s, time.monotonic()
         evaluated = next((name for name in metrics if name.startswith("eval/") and not name.startswith(_COUNTS)), None)
         if evaluated:
             self.measure = evaluated.removeprefix("eval/").replace("_", " ")
             self.evaluations.append((step + 1, metrics[evaluated]))
         if step < 0:
-            self.begin()
+            self._left.before(metrics)
             if self.evaluations:
                 self._print(f"before training  {self.measure} {self.evaluations[-1][1]:.3f}", keep=True)
             return
@@ -196,15 +209,20 @@ class Progress:
             if name.startswith("dropped/"):
                 self.dropped[name.removeprefix("dropped/")] += int(groups)
         self._done = step + 1
+        self._left.took(step, took_s)
         self._print(self._line(metrics), keep=bool(evaluated) or self._done == self._plan.steps)
 
     def warn(self, problem: Problem) -> None:
         """Print a warning below the progress line."""
-        self.end()
+        self._leave_line()
         print_problems([problem])
 
     def end(self) -> None:
         """Keep the last progress line and move below it."""
+        self._start_line.over()
+        self._leave_line()
+
+    def _leave_line(self) -> None:
         if self._live:
             print()
 
@@ -227,10 +245,7 @@ class Progress:
         if stages:
             slowest = max(stages, key=lambda name: stages[name])
             parts.append(f"{step_s:.2f} s/step, slowest {slowest} {stages[slowest]:.2f} s")
-        behind = self._done - self._start
-        if behind:
-            left_s = (time.monotonic() - self._begun_s) / behind * (self._plan.steps - self._done)
-            parts.append(f"{left_s:.0f} s left")
+        parts.append(f"{self._left.seconds():.0f} s left")
         return "  ".join(parts)
 
     def _print(self, text: str, *, keep: bool) -> None:

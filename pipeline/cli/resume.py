@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import time
@@ -85,7 +86,7 @@ def recorded(path: str | None, here: Path = Path()) -> RunRecord:
                 where="--resume",
                 what="no run directory is named",
                 why="a run resumes in its own directory",
-                fix="--run-dir RUN --resume",
+                fix=f"--run-dir {shlex.quote(_newest(here / 'runs', here) or 'RUN')} --resume",
             )
         )
     record = RunDir(here / path).run_json
@@ -100,6 +101,12 @@ def recorded(path: str | None, here: Path = Path()) -> RunRecord:
         )
     with readable(record, GraphError, why="a run wrote it", fix="restore the file"):
         return decode(record.read_bytes(), RunRecord)
+
+
+def _newest(runs: Path, here: Path) -> str | None:
+    """Return the run in a folder that was written last, by its path from `here`."""
+    found = [path for path in runs.glob("*/run.json") if path.is_file()]
+    return str(max(found, key=lambda path: path.stat().st_mtime_ns).parent.relative_to(here)) if found else None
 
 
 def resume_step(text: str) -> int | None:
@@ -118,8 +125,8 @@ def resume_step(text: str) -> int | None:
     return int(text)
 
 
-def check_resume(run_dir: RunDir, record: RunRecord, planned: Plan, seed: int, start: int) -> None:
-    """Raise GraphError if `planned` does not continue the recorded run."""
+def check_resume(run_dir: RunDir, record: RunRecord, planned: Plan, seed: int, start: int, *, lasts: bool) -> None:
+    """Raise GraphError if `planned` does not continue the recorded run. `lasts`: its number of steps is a flag."""
     if record.graph != planned.name or record.seed != seed:
         raise GraphError(
             Problem(
@@ -135,7 +142,7 @@ def check_resume(run_dir: RunDir, record: RunRecord, planned: Plan, seed: int, s
                 where="--resume",
                 what=f"the checkpoint is of step {start}, the graph runs {planned.steps} steps",
                 why="nothing is left to do",
-                fix=f"--steps {start * 2}, if graph() has such a parameter",
+                fix=f"--steps {start * 2}" if lasts else "Schedule(steps=...) with more steps",
             )
         )
     if not start and not run_dir.plan.is_file():  # the run ended before its workers started

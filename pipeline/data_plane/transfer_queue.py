@@ -446,7 +446,7 @@ def _gone(what: str, gone: StoreGoneError) -> DataPlaneLost:
 
 
 def _lost(where: str, what: str, why: str) -> DataPlaneLost:
-    return DataPlaneLost(Problem(where=where, what=what, why=why, fix="resume the run from its last checkpoint"))
+    return DataPlaneLost(Problem(where=where, what=what, why=why, fix="resume the run"))
 
 
 def _closed(what: str) -> DataPlaneError:

@@ -30,7 +30,8 @@ TENSOR_DTYPES = (
     "bool",
 )
 WEIGHTS = "weights"  # the bytes are in a model, not in the data plane; the handle carries version and hash
-DTYPES = (*TENSOR_DTYPES, "str", WEIGHTS)
+ANY = "any"  # of a reader that takes numbers, truths and texts as they are written
+DTYPES = (*TENSOR_DTYPES, "str", ANY, WEIGHTS)
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,63}\Z")
 _RAGGED = re.compile(r"[A-Z][A-Za-z0-9_]*\Z")
 
@@ -57,7 +58,8 @@ class Field:
                 f"field name {shown(self.name)} is not lower-case letters, digits and underscores (64 at most)"
             )
         if self.dtype not in DTYPES:
-            raise ValueError(f"field {self.name!r}: dtype {self.dtype!r} is not one of {', '.join(DTYPES)}")
+            known = ", ".join(dtype for dtype in DTYPES if dtype != ANY)
+            raise ValueError(f"field {self.name!r}: dtype {self.dtype!r} is not one of {known}")
         symbols = self.dims.split()
         if (self.dtype == WEIGHTS) != (not symbols):
             raise ValueError(f"field {self.name!r}: dims are empty for dtype 'weights', and for no other")
@@ -89,7 +91,8 @@ class Field:
 
     def agrees_with(self, other: Field) -> bool:
         """Return whether a reader that declares `other` may read the columns of this field's writer."""
-        return (self.name, self.dtype, self.dims, self.unit) == (other.name, other.dtype, other.dims, other.unit)
+        same = (self.name, self.dims, self.unit) == (other.name, other.dims, other.unit)
+        return same and other.dtype in (self.dtype, ANY)
 
     def bounded(self, *, low: float | None = None, high: float | None = None) -> Field:
         """Return the field with tighter bounds, such as a vocabulary size that is known once a model is loaded."""
@@ -116,5 +119,6 @@ ITEM_BYTES = {
     "uint8": 1,
     "bool": 1,
     "str": 32,
+    ANY: 32,
     WEIGHTS: 0,
 }  # a str is counted as 32 bytes in estimates

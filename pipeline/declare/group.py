@@ -89,7 +89,7 @@ class WorkerGroup(_Located):
                together, each on its shard of the batch. None is one per GPU, or one without GPUs
     gpus       of the whole group, divided evenly over its workers
     cpus       of each worker, for Ray's placement
-    threads    torch threads per worker; 0 is torch's default
+    threads    torch threads per worker, 1 or more; None is torch's default
     tensor_parallel, context_parallel, pipeline_parallel   how workers split one model; the rest is data parallel
     expert_parallel   workers that divide the experts of a mixture: each holds some of them
     expert_tensor_parallel   workers that divide each expert, a divisor of tensor_parallel; None is tensor_parallel.
@@ -120,7 +120,7 @@ class WorkerGroup(_Located):
     workers: int = None  # type: ignore[assignment] # set to a number in __post_init__
     gpus: int = 0
     cpus: float = 1.0
-    threads: int = 0
+    threads: int | None = None
     tensor_parallel: int = 1
     context_parallel: int = 1
     pipeline_parallel: int = 1

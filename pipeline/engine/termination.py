@@ -20,8 +20,8 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from pipeline.errors import in_main_thread
+from pipeline.screen import error_file
 
-STDERR = 2
 AT_ONCE_S = 10.0  # from a second signal to the end of the process, whatever holds it up
 LAST_S = 5.0  # from a signal to the end of a process whose run is over: nobody may read its last output
 SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT)
@@ -100,4 +100,4 @@ class Termination:
 
 def _say(text: str) -> None:
     with suppress(OSError):  # the terminal may have closed
-        os.write(STDERR, text.encode())  # unbuffered: the signal may have interrupted a buffered write
+        os.write(error_file(), text.encode())  # unbuffered: the signal may have interrupted a buffered write

@@ -124,7 +124,7 @@ def merged(task: Task, results: Sequence[TaskResult]) -> TaskResult:
                 where=f"stage {task.stage!r}, step {task.step + 1}",
                 what=f"its workers acknowledge different weights: {message}",
                 why="all workers of a group hold the same model",
-                fix="resume from the last checkpoint; if it happens again, the transfer is broken",
+                fix="resume the run; if it happens again, the transfer is broken",
             )
         )
     whole.weights = next(iter(acknowledged), None)

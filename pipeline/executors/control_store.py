@@ -48,7 +48,7 @@ class ControlStore:
                     where=f"Ray's control store (gcs_server, {self._host}:{self._port})",
                     what="its process has died",
                     why="a run cannot replace a worker without it, and Ray aborts every process that uses it",
-                    fix="resume the run from its last checkpoint; with --address, start that Ray cluster again first",
+                    fix="resume the run; with --address, start that Ray cluster again first",
                 )
             )
 

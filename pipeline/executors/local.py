@@ -11,13 +11,14 @@ import asyncio
 import os
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 
 from pipeline.data_plane import DataPlane
 from pipeline.data_plane.memory import MemoryPlane
+from pipeline.declare.backend import PLAIN
 from pipeline.declare.graph import Graph
 from pipeline.declare.handle import KVBatchMeta
 from pipeline.declare.stage import Stage
@@ -29,21 +30,24 @@ from pipeline.executors.outputs import TaskResult
 from pipeline.executors.turns import Turns
 from pipeline.executors.worker import Worker, WorkerSettings
 from pipeline.plan.group_checks import one_process_problems
-from pipeline.plan.plan import Plan, PlannedStage
+from pipeline.plan.plan import PlacedGroup, Plan, PlannedStage
 from pipeline.plan.planner import placed_groups, with_samples
 from pipeline.record.trace import Placed
+from pipeline.rundir import RunDir
+from pipeline.screen import aside
 
 MEETING_DEADLINE_S = 900.0  # of the two sides of a transfer
 LINGER_S = 0.2  # a stream reports when it ends or awaits; nothing else could run while it computes
 
 
 class LocalExecutor:
-    """The in-process executor."""
+    """The in-process executor. `on_start` is called with what each part of a start waits for."""
 
     name = "local"
     can_restart = True
 
-    def __init__(self) -> None:
+    def __init__(self, *, on_start: Callable[[str], None] = lambda doing: None) -> None:
+        self._on_start = on_start
         self.plane: DataPlane = MemoryPlane()
         self._queue: deque[tuple[Task, KVBatchMeta | None]] = deque()
         self._loop = asyncio.new_event_loop()
@@ -66,9 +70,12 @@ class LocalExecutor:
         if problems := tuple(one_process_problems(groups.values())):
             raise GraphError(*problems)
         for placed in plan.groups:
+            self._on_start(plan.loading([placed.name]))
             hosted = [by_name[name] for name in placed.stages]
             worker = self._workers[placed.name] = Worker(groups[placed.name], 0, hosted, stages, settings)
-            if error := worker.setup():
+            with self._aside(placed, settings):
+                error = worker.setup()
+            if error:
                 raise error
             worker.connect(self.plane)
             if restore:
@@ -78,10 +85,17 @@ class LocalExecutor:
         servers = by_stage(server.serve(LOOPBACK) for server in self._servers)
         for worker in self._workers.values():
             worker.found(servers)
+        self._on_start("the first step")
         return [
             Placed(group=worker.group.name, worker=worker.rank, node="this process", pid=os.getpid())
             for worker in (*self._workers.values(), *self._servers)
         ]
+
+    def _aside(self, placed: PlacedGroup, settings: WorkerSettings) -> AbstractContextManager[None]:
+        """Keep what engines print while they load off the screen; not what plain functions do, which are the user's."""
+        if settings.run_dir is None or placed.backend == PLAIN.name:
+            return nullcontext()
+        return aside(RunDir(settings.run_dir).log(placed.name, 0))
 
     def submit(self, task: Task, meta: KVBatchMeta | None) -> None:
         self._turns.before(self._planned[task.stage])

@@ -46,7 +46,7 @@ class Machines:
         """Raise WorkerLost if a machine counts as lost."""
         for address, missed in list(self._missed.items()):
             if missed >= LOST:
-                raise WorkerLost(self._problem(address, missed, "resume the run from its last checkpoint"))
+                raise WorkerLost(self._problem(address, missed, "resume the run"))
 
     def close(self) -> None:
         """Stop polling. Idempotent."""

@@ -76,7 +76,7 @@ class RayExecutor:
     listen beyond loopback, which a multi-machine cluster needs. `storage_units` is the number of TransferQueue's
     storage units on this machine, or "per-node" for one on each machine of the cluster. `last_words` prints how the run
     goes on, before this process ends because Ray's control store has died under a call of Ray's. `on_start` is called
-    about every second of a start with what is waited for.
+    with what each part of a start waits for.
     """
 
     name = "ray"
@@ -121,7 +121,7 @@ class RayExecutor:
         for module in self._modules:
             cloudpickle.register_pickle_by_value(module)
         self._turns = Turns(plan, self._turn)
-        self._on_start("the workers")
+        self._on_start("the processes of the workers")
         blob_of_all = cloudpickle.dumps(tuple(stages))
         setups: dict[str, list[ray.ObjectRef]] = {}
         joins: list[ray.ObjectRef] = []
@@ -138,13 +138,14 @@ class RayExecutor:
                 met = [actor.join.remote(meeting, EXCHANGE_DEADLINE_S) for actor in actors]
             joins += met
             setups[placed.name] = [actor.setup.remote(after) for actor, after in zip_longest(actors, met)]
-        self._on_start("the data plane")
+        loading = plan.loading(setups)
+        self._on_start(f"the data plane; {loading}")
         self.plane = self._open_plane(units)  # while the models load
         actors = self._groups.all()
-        self._started(joins, "meet the other ranks of their group", lambda: ["the workers"])
-        self._started(chain(*setups.values()), "set up", lambda: unanswered(setups), SETUP_DEADLINE_S)
+        self._started(joins, "meet the other ranks of their group", lambda: loading)
+        self._started(chain(*setups.values()), "set up", lambda: plan.loading(unanswered(setups)), SETUP_DEADLINE_S)
         joins = [actor.connect.remote(self.plane.settings) for actor in actors]
-        joined = self._started(joins, "join the data plane", lambda: ["the data plane"])
+        joined = self._started(joins, "join the data plane", lambda: "the data plane")
         for placed_at, replaceable in joined:
             self._groups.replaceable[placed_at.group] = replaceable and not plan.partners(placed_at.group)
             self._groups.placed(placed_at)
@@ -152,7 +153,7 @@ class RayExecutor:
         self._servers.announce()
         if restore:
             restored = [actor.restore.remote(restore) for actor in actors]
-            self._started(restored, f"restore {restore.name}", lambda: [restore.name])
+            self._started(restored, f"restore {restore.name}", lambda: restore.name)
         self._heartbeat.watch(actors)
         self._watch_machines([placed_at for placed_at, _ in joined])
         self._losses = Losses(
@@ -221,15 +222,15 @@ class RayExecutor:
         return get_all(refs, what, deadline_s, among=among, look=self._look)
 
     def _started(
-        self, refs: Iterable[ray.ObjectRef], what: str, waiting: Callable[[], list[str]],
+        self, refs: Iterable[ray.ObjectRef], what: str, waiting: Callable[[], str],
         deadline_s: float = START_DEADLINE_S,
     ) -> list[Any]:  # fmt: skip
         """Wait for calls of the start, and say every second what they wait for."""
 
         def look() -> None:
             self._look()
-            if names := waiting():
-                self._on_start(", ".join(names))
+            if what := waiting():
+                self._on_start(what)
 
         return get_all(list(refs), what, deadline_s, look=look)
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import networkx as nx
 
-from pipeline.declare.fields import Field
+from pipeline.declare.fields import ANY, Field
 from pipeline.declare.graph import Graph
 from pipeline.declare.group import Model
 from pipeline.declare.parameters import Rule, at_least, broken, is_whole, one_of
@@ -148,6 +148,13 @@ def _writers(stages: Sequence[Stage]) -> Iterator[Problem]:
                 )
     read |= {stage.gate.field.name for stage in stages if stage.gate}  # stages wait for it
     for name, pairs in writers.items():
+        if pairs[0][1].dtype == ANY:
+            yield Problem(
+                where=str(pairs[0][0].location),
+                what=f"stage {pairs[0][0].name!r} writes {name!r} as any",
+                why="readers may take a field as it is written, so its writer says what it is",
+                fix=f"Field({name!r}, dtype='float32'), or another dtype",
+            )
         if name not in read:
             yield Problem(
                 where=str(pairs[0][0].location),
@@ -167,7 +174,7 @@ def _way_to(field: Field, stage: Stage, written: Mapping[str, Sequence[tuple[Sta
     near = near or [name for name in others if field.name.startswith(f"{name}_")]
     add = f"add a stage that writes {field.name!r}"
     if field.dims == "N":
-        column = repr(field.name) if field.dtype == "str" else f"Field({field.name!r}, dtype={field.dtype!r})"
+        column = repr(field.name) if field.dtype in ("str", ANY) else f"Field({field.name!r}, dtype={field.dtype!r})"
         add += f", or, if it is a column of the data, Prompts(..., extra=({column},))"
     if near:
         return f"did you mean {near[0]!r}? If not, {add}"

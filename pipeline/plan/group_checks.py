@@ -24,7 +24,7 @@ def _is_path(value: object) -> bool:
 _RULES = (
     at_least("workers", 1),
     at_least("gpus", 0),
-    at_least("threads", 0),
+    at_least("threads", 1).optional(),
     *(at_least(f"{kind}_parallel", 1) for kind in ("tensor", "context", "pipeline", "expert")),
     at_least("expert_tensor_parallel", 1).optional(),
     one_of(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Container, Iterator
+
 import msgspec
 
 from pipeline.declare.sharding import Sharding
@@ -175,6 +177,17 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     def gpus(self) -> int:
         """The number of GPUs of all worker groups together."""
         return sum(group.gpus for group in self.groups if group.colocated is None)
+
+    def loading(self, names: Container[str]) -> str:
+        """Say what these worker groups load when they start: `sampler (vllm, Qwen3-0.6B), learner (torch)`."""
+        return ", ".join(
+            f"{group.name} ({', '.join(self._loads(group))})" for group in self.placed if group.name in names
+        )
+
+    def _loads(self, group: PlacedGroup) -> Iterator[str]:
+        yield group.backend
+        models = (model for stage in self.stages if group.name in stage.groups for model in stage.uses)
+        yield from dict.fromkeys(model.rpartition("/")[2] for model in models)
 
     def partners(self, name: str) -> tuple[str, ...]:
         """Return the other worker groups on the same GPUs, which take turns with this one."""

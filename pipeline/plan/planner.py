@@ -178,7 +178,7 @@ def _placed(group: WorkerGroup, planned: Sequence[PlannedStage]) -> PlacedGroup:
         workers=group.processes,
         gpus=group.gpus,
         cpus=group.cpus * group.workers / group.processes,
-        threads=group.threads,
+        threads=group.threads or 0,
         model_parallel=group.processes // group.data_parallel,
         stages=tuple(stage.name for stage in planned if group.name in stage.groups),
         colocated=group.colocated.name if group.colocated else None,

@@ -21,12 +21,11 @@ import msgspec
 
 from pipeline.errors import CheckpointError, Problem, naming
 from pipeline.reading import Count, decode, is_text, reason
-from pipeline.rundir import RunDir
+from pipeline.rundir import RunDir, steps_named
 from pipeline.writing import way_out
 
 FORMAT = 1
 MANIFEST = "manifest.json"
-_ANOTHER = "resume from another step (--resume STEP), or start again in another folder"
 SEEN_S, LOOK_S = 60.0, 0.1  # how long a network file system may take to show a file, and how often we look
 _UNFINISHED = ".step_"  # how the names of folders begin that are being written or removed
 
@@ -259,6 +258,8 @@ def read(run: RunDir, steps: int | None = None) -> tuple[Path, Manifest, list[Pr
         if problem is None:
             return folder, manifest_of(folder), damaged
         damaged.append(problem)
+    if steps is None:
+        damaged = [msgspec.structs.replace(problem, fix="start again in another folder") for problem in damaged]
     raise CheckpointError(
         *(
             damaged
@@ -284,13 +285,13 @@ def damage(folder: Path, *, hashed: bool = True) -> Problem | None:
         except (OSError, ValueError, RuntimeError) as error:  # a NUL in its name, or links in a circle
             where, what, why = MANIFEST, f"it names {name!r}: {reason(error)}", "it lists files that can be read"
         if what:
-            return Problem(where=str(folder / where), what=what, why=why, fix=_ANOTHER)
+            return Problem(where=str(folder / where), what=what, why=why, fix=_another(folder))
     return None
 
 
 def unreadable(folder: Path) -> Problem | None:
     """Return what is wrong with the manifest of a checkpoint, whatever files there are."""
-    fix = _ANOTHER
+    fix = _another(folder)
     if not (folder / MANIFEST).is_file():
         why = "a checkpoint without its manifest is not one" if folder.is_dir() else "no such folder"
         return Problem(where=str(folder), what="manifest.json does not exist", why=why, fix=fix)
@@ -315,6 +316,13 @@ def unreadable(folder: Path) -> Problem | None:
             fix=fix,
         )
     return None
+
+
+def _another(folder: Path) -> str:
+    """Return the fix for a checkpoint that cannot be read: the last other one that has a manifest, if there is one."""
+    others = sorted(path for path in folder.parent.glob("step_*") if path != folder and (path / MANIFEST).is_file())
+    steps = steps_named(path.name for path in others)
+    return f"--resume {steps[-1]}, or start again in another folder" if steps else "start again in another folder"
 
 
 def manifest_of(folder: Path) -> Manifest:

@@ -48,7 +48,7 @@ from stages.backends.interface import (
 )
 from stages.images import blind_problems, image_problems
 from stages.lora import LoRA, group_problems, lora_problems
-from stages.model_files import code_problems, lacking_problems, tokenizer_faults
+from stages.model_files import code_problems, in_hub_cache, lacking_problems, tokenizer_faults, unknown_name
 from stages.model_shape import known_config, read_config, shape_faults
 from stages.model_weights import weight_faults
 from stages.routes import mixture_problems, replay_problems
@@ -450,6 +450,8 @@ def _folder_problems(model: Model) -> Iterator[Problem]:
         if model.source.startswith((".", "/", "~")) or model.source.count("/") > 1 or folder.is_dir():
             what = f"the folder {model.source!r} " + ("has no config.json" if folder.is_dir() else "does not exist")
             yield Problem(where=where, what=what, why="a model is a folder or a hub name", fix="correct the path")
+        elif "/" not in model.source and not is_elsewhere() and not in_hub_cache(model.source):
+            yield unknown_name(model)
         return
     config, faults = read_config(folder / "config.json")
     faults += tokenizer_faults(folder)

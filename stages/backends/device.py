@@ -32,7 +32,7 @@ def claim(group: WorkerGroup) -> torch.device:
                 fix="gpus=0 for the CPU, or a machine and a torch build with CUDA",
             )
         )
-    if group.threads > 0:
+    if group.threads:
         torch.set_num_threads(group.threads)
     keep_freed_memory()
     return torch.device("cuda", torch.cuda.current_device()) if group.gpus > 0 else torch.device("cpu")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from itertools import accumulate, islice
 from pathlib import Path
@@ -155,6 +156,27 @@ def source_problems(source: Source | Mixture, layout: Schema, where: str) -> Ite
         yield from error.problems
 
 
+def checked_prompts(source: Source | Mixture, layout: Schema) -> Iterator[tuple[str, str]]:
+    """Yield (file and row, the prompt) of the rows of files that a check reads, but of invalid ones."""
+    if isinstance(source, Mixture):
+        for part, _ in source.parts:
+            yield from checked_prompts(part, layout)
+        return
+    if isinstance(source, Generated):
+        return
+    with suppress(StageError):
+        dataset = source if isinstance(source, Dataset) else Dataset(source)
+        layout = layout.of(dataset)
+        located = locate(dataset, "")
+        paths = located.paths if isinstance(located, Files) else ()
+        for path in paths:
+            limit = -(-CHECKED_ROWS // len(paths))
+            for where, row in islice(first_rows(path, layout, limit), limit):
+                with suppress(StageError):
+                    found = jsonl.parse(row, where) if isinstance(row, bytes) else row
+                    yield where, layout.read(found, where, arrays=False)[0]
+
+
 def columns_read(source: Source | Mixture, layout: Schema) -> list[str]:
     """Every column that is read, once each."""
     if isinstance(source, Mixture):
@@ -179,7 +201,7 @@ def _file_problems(paths: Sequence[Path], layout: Schema) -> Iterator[Problem]:
     good: list[tuple] = []
     problems: list[Problem] = []
     for path in paths:
-        for number, (where, row) in enumerate(islice(_first_rows(path, layout, limit), limit)):
+        for number, (where, row) in enumerate(islice(first_rows(path, layout, limit), limit)):
             try:
                 found = jsonl.parse(row, where) if isinstance(row, bytes) else row
             except StageError as error:
@@ -212,7 +234,7 @@ def _file_problems(paths: Sequence[Path], layout: Schema) -> Iterator[Problem]:
         )
 
 
-def _first_rows(path: Path, layout: Schema, limit: int) -> Iterator[tuple[str, Any]]:
+def first_rows(path: Path, layout: Schema, limit: int) -> Iterator[tuple[str, Any]]:
     """Yield (file and row, the row or the line that holds it), starting with the first."""
     if path.suffix != ".parquet":
         return jsonl.first_lines(path)

@@ -67,11 +67,15 @@ def first_lines(path: Path) -> Iterator[tuple[str, bytes]]:
 def parse(line: bytes, where: str) -> dict[str, Any]:
     """Parse the object of a line. Raises StageError with one problem at `where`."""
     try:
-        row = json.loads(line.decode("utf-8-sig"))
+        row = json.loads(line.decode("utf-8-sig").rstrip())
     except (ValueError, RecursionError) as error:
         reason, fix = str(error), EXAMPLE
         if isinstance(error, json.JSONDecodeError):
             reason = f"{error.msg.removesuffix(' at')} at column {error.colno}"
+        elif isinstance(error, UnicodeDecodeError):
+            column = len(error.object[: error.start].decode()) + 1  # without the mark at the start of a file
+            wrong = f"0x{error.object[error.start]:02x}"
+            reason, fix = f"the byte {wrong} at column {column} is not UTF-8", "save the file as UTF-8"
         if line.startswith(b"\x1f\x8b"):
             reason, fix = "it is compressed", "decompress the file"
         elif where.endswith(":1") and line.lstrip().startswith(b"["):

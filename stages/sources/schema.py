@@ -30,6 +30,7 @@ from stages.sources.values import (
     is_plain,
     junk_reason,
     scalar_reason,
+    shown_value,
     takes_files,
 )
 from stages.vocabulary import ANSWER, IMAGES, MESSAGES, PROMPT
@@ -212,7 +213,7 @@ class Schema:
         if isinstance(value, str):
             reason = "has half of a surrogate pair" if value else "is empty"
         else:
-            reason = f"is {_shown(value)}, which is not a string"
+            reason = f"is {shown_value(value)}, which is not a string"
             if column == self.prompt and not isinstance(_messages(value), str):
                 reason = "is a list of messages, not a string"
                 fix = "write Prompts(..., chat=True)"
@@ -232,6 +233,14 @@ def missing(where: str, column: str, names: Sequence[str], has: str) -> Problem:
         why=f"{has} {', '.join(map(repr, names)) or 'no columns'}",
         fix=f"did you mean {close[0]!r}?" if close else "name the columns with prompt=, answer= or extra=",
     )
+
+
+def value_of(row: Mapping[str, Any], column: str) -> Any:
+    """The value of a column of a row, or None."""
+    try:
+        return _found(row, column, "")
+    except StageError:
+        return None
 
 
 def _found(row: Mapping[str, Any], column: str, where: str) -> Any:
@@ -260,7 +269,7 @@ def _names(row: Mapping[str, Any], column: str) -> list[str]:
 def _messages(value: object) -> list[dict[str, Any]] | str:
     """The messages without null entries, or why they are invalid."""
     if not isinstance(value, Sequence) or isinstance(value, str) or not value:
-        return f"is {_shown(value)}, which is not a list of messages"
+        return f"is {shown_value(value)}, which is not a list of messages"
     for i, message in enumerate(value):
         if not (isinstance(message, Mapping) and all(isinstance(message.get(key), str) for key in ("role", "content"))):
             return f"has a message {i} whose role or content is not a string"
@@ -288,7 +297,3 @@ def _mistyped(where: str, column: str, made: Field, reason: str) -> StageError:
 
 def _problem(where: str, what: str, why: str, fix: str) -> StageError:
     return StageError(Problem(where=where, what=what, why=why, fix=fix))
-
-
-def _shown(value: object) -> str:
-    return json.dumps(value)[:40] if is_plain(value) else f"{value!r:.40}"

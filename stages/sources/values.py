@@ -21,6 +21,7 @@ from pipeline.errors import counted, message_of
 if TYPE_CHECKING:
     import numpy as np
 
+SHOWN = 60  # characters of a value in a message
 _BITS = {"uint8": (0, 2**8), "int8": (-(2**7), 2**7), "int16": (-(2**15), 2**15), "int32": (-(2**31), 2**31)}
 _FLOATS = {"float16": 65504.0, "bfloat16": 3.3895e38, "float32": 3.4028235e38, "float64": sys.float_info.max}
 
@@ -44,18 +45,26 @@ def is_plain(value: object) -> bool:
     return value is None or isinstance(value, str | int | float | bool)
 
 
+def shown_value(value: object) -> str:
+    """The value for a message, as the data has it, or the name of its type if JSON has no such value."""
+    if not is_plain(value):
+        return type(value).__name__
+    text = json.dumps(value, ensure_ascii=False).encode(errors="backslashreplace").decode()
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
+
+
 def scalar_reason(made: Field, value: object) -> str | None:
     """Why the value is invalid for a field of dims "N"; None if it is valid."""
     if isinstance(value, bool) != (made.dtype == "bool") or not isinstance(value, int | float):
-        return f"is {_shown(value)}"
+        return f"is {shown_value(value)}"
     if made.dtype in _FLOATS:
         fits = abs(value) <= _FLOATS[made.dtype]  # False for NaN
     elif isinstance(value, float):
-        return f"is {_shown(value)}, not a whole number"
+        return f"is {shown_value(value)}, not a whole number"
     else:
         low, end = _BITS.get(made.dtype, (-(2**63), 2**63))
         fits = low <= value < end
-    return None if fits and _within(made, value) else f"is {_shown(value)}, which is out of range"
+    return None if fits and _within(made, value) else f"is {shown_value(value)}, which is out of range"
 
 
 def array_value(made: Field, value: object, folder: Path) -> tuple[Any, str | None]:
@@ -106,7 +115,7 @@ def image_files(value: object, folder: Path, *, read: bool = True) -> tuple[list
             continue
         encoded, reason = _encoded(entry, folder)
         if encoded is None or reason:
-            return [], reason or f"has {_shown(entry)}, which is no image"
+            return [], reason or f"has {shown_value(entry)}, which is no image"
         files.append(encoded)
     return (files if read else [b""] * len(listed)), None
 
@@ -152,9 +161,9 @@ def _encoded(value: object, folder: Path) -> tuple[bytes | None, str | None]:
 def _kind_reason(made: Field, array: np.ndarray, value: object) -> str | None:
     kinds = {"bool": "b"}.get(made.dtype, "iuf" if made.dtype in _FLOATS else "iu")
     if array.size == 0 or array.dtype.kind in kinds:
-        return None if array.ndim else f"is {_shown(value)}"
+        return None if array.ndim else f"is {shown_value(value)}"
     if not array.ndim:
-        return f"is {_shown(value)}"
+        return f"is {shown_value(value)}"
     return f"holds {array.dtype if array.dtype.kind in 'iufb' else 'values that are not numbers'}"
 
 
@@ -174,7 +183,3 @@ def _range_reason(made: Field, array: np.ndarray) -> str | None:
 
 def _within(made: Field, value: float) -> bool:
     return (made.low is None or value >= made.low) and (made.high is None or value <= made.high)
-
-
-def _shown(value: object) -> str:
-    return json.dumps(value)[:40] if is_plain(value) else f"{type(value).__name__}"

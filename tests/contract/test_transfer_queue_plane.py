@@ -277,7 +277,7 @@ def test_a_slow_store_is_waited_for_and_a_lost_one_is_an_error_at_once(tmp_path)
         )  # fmt: skip
     said = told.read_text()
     lines = [line for line in said.splitlines() if "LOST" in line or "SLOW" in line or "closed" in line]
-    why = "is lost; its process, or the machine that it ran on, has ended. Fix: resume the run from its last checkpoint"
+    why = "is lost; its process, or the machine that it ran on, has ended. Fix: resume the run"
     get = "reader 'train', get from 'p': get reward of 1 rows from 00000000.0 on: TransferQueue's"
     put = "stage 'work', put into 'p': put 1 rows from 00000003.0 on: TransferQueue's"
     assert [re.sub(r"unit TQ_\S+", "unit NAME", line) for line in lines] == [

@@ -75,6 +75,7 @@ GRAPHS = [
     ),
     Case("gpus_not_divisible", {"scorers": SCORERS.format("workers=2, gpus=3")}),
     Case("workers_do_not_divide_the_batch", {"scorers": SCORERS.format("workers=3")}),
+    Case("worker_group_of_no_threads", {"scorers": SCORERS.format("threads=0")}),
     Case("worker_group_numbers", {"scorers": SCORERS.format("workers=0, gpus=-1, cpus=None, threads='2'")}),
     Case("worker_group_name", {"scorers": 'WorkerGroup("my/scorers")'}),
     Case(
@@ -223,6 +224,8 @@ FLAGS = [
     Case("flags_after_two_hyphens", args=("--check", "--", "--steps", "3")),
     Case("two_modes", args=("--check", "--plan")),
     Case("unknown_executor", args=("--executor", "slurm")),
+    Case("run_deadline_of_0", args=("--check", "--deadline-s", "0")),
+    Case("restarts_below_0", args=("--check", "--restarts", "-2")),
     Case("flag_makes_it_wrong", args=("--check", "--steps", "0"), at=("made",)),
 ]
 
@@ -265,6 +268,14 @@ RUNNING = [
     returning("reward_returns_nan", "float('nan')"),
     returning("reward_returns_a_text", "answer"),
     returning("reward_raises", "1.0 / (int(prompt[1]) - int(prompt[1]))"),
+    Case(
+        "graph_leaves_its_folder",
+        text=live_text(
+            "import os\n\nos.chdir('/')\n\n\ndef score(prompt: str):  # here\n    return {}['x']\n\n\n",
+        ),
+        args=("--executor", "local", "--run-dir", "my run"),
+        code=3,
+    ),
     Case(
         "reward_in_sum_is_too_large",
         text=live_text(SCORE, reward="Reward(score, weights=1e39)  # here"),

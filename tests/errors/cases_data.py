@@ -33,9 +33,13 @@ def evaluated(
         part for part in ("policy", source, "" if "on=" in parameters else "on=sampler", parameters) if part
     )
     top = more.pop("top", "") + IMPORT.replace("import ", "import Evaluate, ")
-    return Case(name, {"extra": f"(Evaluate({given}),)"}, top=top, files=files or {}, **more)
+    lines = {"extra": f"(Evaluate({given}),)"} | ({"policy": more.pop("policy")} if "policy" in more else {})
+    return Case(name, lines, top=top, files=files or {}, **more)
 
 
+CHATTING = "Rollout(policy, on=sampler, samples_per_prompt=2, max_tokens=3, chat=True)"
+BYTES = 'Model("tiny", config={{"model_type": "qwen3", "max_position_embeddings": {}}}, alphabet="bytes")'
+LONG, LONGER = ROW.replace("1+1", "1+1+1+1+1+1+1"), ROW.replace("1+1", "1+1+1+1+1+1+1+1+1")
 WHERE = [
     drawn("folder_of_two_splits", '"gsm8k"', TWO),
     drawn("split_misspelled", 'Dataset("gsm8k", split="tran")', TWO),
@@ -99,6 +103,13 @@ VALUES = [
     row("several_images_in_a_row", ROW.replace("}", ', "image": ["a.png", "b.png"]}'), f"extra={IMAGE}"),
     row("json_list_instead_of_lines", '[\n  {"prompt": "1+1=", "answer": "2"}\n]\n', file="train.json"),
     row("csv_instead_of_lines", "prompt,answer\n1+1=,2\n", file="train.csv"),
+    row("line_that_ends_in_a_text", ROW + '{"prompt": "2+\n' + ROW),
+    row("bytes_of_another_encoding", ROW.encode() + '{"prompt": "\u00e4\u00f6'.encode() + b'\xe9"}\r\n'),
+    row("missing_comma_after_a_mark", b"\xef\xbb\xbf" + '{"prompt": "\u00e4" "answer": "2"}\r\n'.encode()),
+    row(
+        "quotes_in_a_value",
+        '{"prompt": "1", "answer": ["say \\"h\u00e4\\"", "it\'s", "12345678901234567890123456789012345"]}',
+    ),
     row("compressed_file", gzip.compress(ROW.encode(), mtime=0), file="train.jsonl.gz"),
     row("half_of_a_line", ROW + '{"prompt": "2+2=", "ans'),
     row("jsonl_named_parquet", ROW, file="train.parquet"),
@@ -124,6 +135,29 @@ MIXTURES = [
         "mixture_with_a_task_and_other_columns",
         'Mixture((task, 1), ("q.jsonl", 1)), prompt="question"',
         {"q.jsonl": '{"question": "1+1=", "answer": "2"}\n'},
+    ),
+]
+ALONE = [
+    drawn("chat_in_prompts_alone", '"t.jsonl", chat=True', {"t.jsonl": ROW}),
+    Case(
+        "chat_without_a_template",
+        {"source": 'Prompts("t.jsonl", batch=batch, chat=True)', "rollout": CHATTING, "policy": BYTES.format(64)},
+        at=("policy",),
+        files={"t.jsonl": ROW},
+    ),
+    Case(
+        "prompt_longer_than_the_model",
+        {"source": 'Prompts("t.jsonl", batch=batch)', "policy": BYTES.format(16)},
+        at=(),
+        files={"t.jsonl": ROW + LONG + LONGER},
+    ),
+    evaluated(
+        "held_out_prompt_longer_than_the_model",
+        '"t.jsonl"',
+        "max_tokens=3",
+        {"t.jsonl": ROW + LONGER.replace("1+1+1", "\u00e4\u00e4\u00e4")},
+        at=(),
+        policy=BYTES.format(16),
     ),
 ]
 TASKS = [
@@ -155,4 +189,4 @@ HELD_OUT = [
         top="def score(response: str, level: str):  # here\n    return 1.0\n\n\n",
     ),
 ]
-CASES = [*WHERE, *COLUMNS, *VALUES, *MIXTURES, *TASKS, *HELD_OUT]
+CASES = [*WHERE, *COLUMNS, *VALUES, *MIXTURES, *ALONE, *TASKS, *HELD_OUT]

@@ -325,6 +325,8 @@ MODELS = [
     model("alphabet_names_a_character_twice", '"tiny", config={"model_type": "qwen3"}, alphabet="01234567891r>"'),
     model("alphabet_without_a_letter_of_the_task", '"tiny", config={"model_type": "qwen3"}, alphabet="0123456789"'),
     model("seed_of_20_digits", '"tiny", config={"model_type": "qwen3"}, alphabet=task.alphabet, seed=10**19'),
+    Case("model_name_without_an_owner", {"policy": "Model('tiny_lama')"}),
+    Case("model_folder_misspelled", {"policy": "Model('tiny_lama')"}, files={"tiny_llama/config.json": "{}"}),
     Case("model_folder_without_config", {"policy": "Model('m')"}, files={"m/weights": ""}),
     Case("model_folder_of_broken_config", {"policy": "Model('m')"}, files=CODED | {"m/config.json": "{"}),
     Case("model_folder_of_half_a_config", {"policy": "Model('m')"}, files=CODED | {"m/config.json": SHAPELESS}),

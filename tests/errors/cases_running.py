@@ -167,14 +167,6 @@ MODELS = [
         {"train": "Train(policy, on=learner, lr=1e-3, minibatches=2, microbatch=Dynamic(tokens=6))"},
         at=("train",),
     ),
-    trained(
-        "model_without_a_chat_template",
-        {
-            "source": "Prompts(task, batch=batch, chat=True)",
-            "rollout": "Rollout(policy, on=sampler, samples_per_prompt=2, max_tokens=3, chat=True)",
-        },
-        at=("policy",),
-    ),
     trained("prompt_outside_the_alphabet", {"source": FILE}, files={"train.jsonl": rows(4, {})}),
     trained(
         "stop_is_several_tokens",

@@ -100,6 +100,7 @@ def test_what_is_dropped_is_counted_by_reason_and_length_and_replaced(tmp_path):
 @pytest.mark.parametrize("on_stale", ["wait", "drop"])
 def test_rows_handles_and_memory_are_flat_over_a_thousand_asynchronous_steps(tmp_path, on_stale):
     rows, sizes, resident = [], [], []
+    said: list[str] = []
     flags = {"steps": 1000, "max_staleness": 2, "on_stale": on_stale, "refit": "in_flight", "batch": 8}
     graph = load(NUMBERS).build(flags)
 
@@ -108,8 +109,9 @@ def test_rows_handles_and_memory_are_flat_over_a_thousand_asynchronous_steps(tmp
         sizes.append((len(driver.rows.handles), driver.scheduler.in_flight, len(driver.scheduler.running)))
         resident.append(int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20)
 
-    driver = Driver(graph, plan(graph)[0], LocalExecutor(), on_step=look)
+    driver = Driver(graph, plan(graph)[0], LocalExecutor(on_start=said.append), on_step=look)
     driver.execute()
+    assert said == [*(driver.plan.loading([group.name]) for group in driver.plan.groups), "the first step"]
     assert len(rows) == 1001
     parts = len(driver.plan.partitions)  # a group has a row in each
     assert max(rows) <= parts * 8 * (4 + 2), "the capacity, which is four batches, and two that are being cleared"

@@ -25,13 +25,13 @@ from tests.forked import FORKS
 HERE = Path(__file__).parent
 
 
-def driver_of(run_dir: Path, **flags):
+def driver_of(run_dir: Path, on_start=lambda doing: None, **flags):
     from pipeline.executors.ray import RayExecutor
     from pipeline.executors.sent import user_modules
 
     file = load(HERE / "small_graph.py")
     graph = file.build(flags)
-    executor = RayExecutor(modules=user_modules(file.module))
+    executor = RayExecutor(modules=user_modules(file.module), on_start=on_start)
     return Driver(graph, plan(graph)[0], executor, run_dir=RunDir(run_dir).create(), deadline_s=240.0)
 
 
@@ -84,8 +84,12 @@ def test_a_process_outside_the_graph_writes_the_last_field_and_its_reader_starts
 
 
 def test_a_task_is_spread_over_the_workers_of_its_group(tmp_path, ray_session):
-    driver = driver_of(tmp_path, steps=2, batch=4, workers=2)
+    said: list[str] = []
+    driver = driver_of(tmp_path, said.append, steps=2, batch=4, workers=2)
     driver.execute()
+    told = list(dict.fromkeys(said))  # of a start
+    assert told[:2] == ["Ray", "the processes of the workers"] and told[-1] == "the first step"
+    assert told[2].startswith("the data plane; ") and " (python)" in told[2]
     spans = [ran for ran in events_of(driver, trace.Ran) if ran.stage == "shout"]
     assert sorted((ran.step, ran.worker, ran.groups) for ran in spans) == [
         (0, 0, (0, 1)),

@@ -22,15 +22,17 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.fixture
 def model_folder(tmp_path):
     """A tiny random Qwen3 with its tokenizer, saved as by transformers."""
-    model = Model("tiny", config=quickstart.TINY_QWEN3, alphabet="0123456789 +=?abcdefghijklmnopqrstuvwxyz")
+    said = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}={% endif %}"
+    alphabet = "0123456789 +=?abcdefghijklmnopqrstuvwxyz"
+    model = Model("tiny", config=quickstart.TINY_QWEN3, alphabet=alphabet, chat_template=said)
     tokenizer = load_tokenizer(model)
     network = load_network(model, tokenizer, dtype=torch.float32, device=torch.device("cpu"))
     save(network, tokenizer, tmp_path / "model")
     return tmp_path / "model"
 
 
-@pytest.mark.parametrize("trainer", ["torch", "megatron"])
-def test_grpo_trains_a_folder_on_a_file(tmp_path, model_folder, capsys, trainer):
+@pytest.mark.parametrize(("trainer", "chat"), [("torch", True), ("megatron", False)])
+def test_grpo_trains_a_folder_on_a_file(tmp_path, model_folder, capfd, trainer, chat):
     if trainer == "megatron":
         need("megatron", "megatron.core")
     data = tmp_path / "train.jsonl"
@@ -39,15 +41,17 @@ def test_grpo_trains_a_folder_on_a_file(tmp_path, model_folder, capsys, trainer)
     argv = [str(ROOT / "graphs" / "grpo.py"), "--model", str(model_folder), "--data", str(data)]
     argv += ["--executor", "local", "--steps", "2", "--prompts-per-step", "4", "--samples-per-prompt", "4"]
     argv += ["--max-tokens", "6", "--lr", "1e-3", "--run-dir", str(tmp_path / "run"), "--trainer", trainer]
-    argv += ["--microbatch", "64"]
+    argv += ["--microbatch", "64", *(["--chat"] if chat else [])]
     try:
-        assert run.main(argv) == 0, capsys.readouterr().err
+        code = run.main(argv)
     finally:
         if trainer == "megatron":  # its groups are global to the process, which other tests share
             from megatron.core import parallel_state
 
             parallel_state.destroy_model_parallel()
             torch.distributed.destroy_process_group()
+    told = capfd.readouterr()
+    assert code == 0 and "Loading weights" not in told.out + told.err, told.err
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [0, 1, 2]
     assert all(line["train/updates"] + line["train/skipped"] == 4 for line in lines[1:])
@@ -60,6 +64,9 @@ def test_grpo_trains_a_folder_on_a_file(tmp_path, model_folder, capsys, trainer)
         json.loads(line) for line in (tmp_path / "run" / "samples" / "step_000001.jsonl").read_text().splitlines()
     ]
     assert len(samples) == 16
+    edges = json.loads((tmp_path / "run" / "plan.json").read_text())["edges"]
+    (read,) = [edge["field"] for edge in edges if edge["reader"] == "rollout" and edge["writer"] == "prompts"]
+    assert read == ("messages" if chat else "prompt")
     assert {(row["prompt"], row["answer"]) for row in samples} <= {(row["prompt"], row["answer"]) for row in rows}
 
 

@@ -129,10 +129,11 @@ def started(
 
 
 @pytest.mark.parametrize(
-    ("executor", "number"), [("local", signal.SIGHUP), ("local", signal.SIGINT), ("ray", signal.SIGTERM)]
+    ("executor", "number"),
+    [("local", signal.SIGHUP), ("local", signal.SIGINT), ("ray", signal.SIGINT), ("ray", signal.SIGTERM)],
 )
 @pytest.mark.usefixtures("signals_are_not_ignored")
-def test_the_command_ends_with_143_and_can_be_resumed(tmp_path, executor, number):
+def test_a_command_that_gets_a_signal_saves_and_can_be_resumed(tmp_path, executor, number):
     flags = ("--executor", executor, "--batch", "4", "--token-s", "0.005", "--learn-s", "0.05", "--max-staleness", "1")
     process, run_dir = started(tmp_path / "run", *flags, "--steps", "10000")
     session = session_of(process.pid)

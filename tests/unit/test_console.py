@@ -1,16 +1,19 @@
 """Console output: problems, the plan, progress and the summary, at a fixed width."""
 
+import threading
 from dataclasses import replace
 
 import msgspec
 import pytest
 
 from pipeline.cli.console import Progress, drawing, print_plan, print_problems, print_summary
+from pipeline.cli.start_line import StartLine
 from pipeline.declare.fields import Field
 from pipeline.declare.sharding import Packed, Sharding
 from pipeline.errors import Problem
 from pipeline.plan.planner import plan
 from tests.unit import toy
+from tests.waiting import until
 
 DRAWING = """\
 [ prompts ] on host
@@ -171,27 +174,54 @@ def test_on_a_terminal_the_line_is_rewritten_unless_plain_lines_are_asked_for(ca
         assert capsys.readouterr().out.startswith(start)
 
 
-def test_a_start_says_what_it_waits_for_and_in_lines_that_stay_only_if_it_takes_long(capsys, monkeypatch):
-    now = [100.0]
+@pytest.mark.parametrize("live", [True, False])
+def test_a_start_says_what_it_waits_for_although_nothing_happens(capsys, monkeypatch, live):
+    """Each second on a terminal, and elsewhere after ten seconds without a line. The test takes the part of the clock
+    and of the thread."""
+    now, threads = [100.0], []
     monkeypatch.setattr("time.monotonic", lambda: now[0])
-    seen = {}
-    for live in (True, False):
-        monkeypatch.setattr("sys.stdout.isatty", lambda live=live: live, raising=False)
-        progress = Progress(made(), 0)
-        for what, after_s in (("Ray", 5), ("sampler, learner", 30), ("sampler, learner", 31), ("the first step", 40)):
+    monkeypatch.setattr("threading.Thread.start", lambda thread: threads.append(thread))
+    monkeypatch.setattr("sys.stdout.isatty", lambda: live, raising=False)
+    with Progress(made(), 0) as progress:
+        line = progress._start_line
+        for what, seconds in (("Ray", 5), ("sampler (vllm)", 30), ("the first step", 2)):
             progress.starting(what)
-            now[0] += after_s
+            for _ in range(seconds):
+                now[0] += 1
+                line.show()
         progress.step(0, {})
+        line.show()
         progress.starting("Ray")  # again, after a worker was lost
-        seen[live] = capsys.readouterr().out
-    assert seen[False].splitlines()[0] == "starting sampler, learner  35 s"
-    assert [line for line in seen[False].splitlines() if "starting" in line] == [
-        "starting sampler, learner  35 s",
-        "starting the first step  66 s",
-    ]
-    shown = [part.removeprefix("\x1b[2K") for part in seen[True].split("\r")]
-    starts = ["Ray  0 s", "sampler, learner  5 s", "sampler, learner  35 s", "the first step  66 s"]
-    assert [part for part in shown if "starting" in part] == [f"starting {each}" for each in (*starts, "Ray  0 s")]
+    line.show()
+    assert len(threads) == 2 and all(thread.daemon for thread in threads)
+    shown = [part.strip() for part in capsys.readouterr().out.replace("\x1b[2K", "").replace("\r", "\n").splitlines()]
+    said = [line for line in shown if line.startswith("starting ")]
+    if live:
+        every = [f"{name}  {at} s" for name, first, last in (("Ray", 0, 5), ("sampler (vllm)", 5, 35),
+                 ("the first step", 35, 37)) for at in range(first, last + 1)]  # fmt: skip
+        assert said == [f"starting {each}" for each in (*every, "Ray  0 s")]
+    else:
+        assert said == [f"starting sampler (vllm)  {at} s" for at in (10, 20, 30)]
+
+
+def test_the_line_about_a_start_comes_from_a_thread_that_ends_with_the_start(capsys, monkeypatch):
+    monkeypatch.setattr("pipeline.cli.start_line.EVERY_S", 0.01)
+    monkeypatch.setattr("pipeline.cli.start_line.SILENCE_S", 0.0)
+    with StartLine(live=False) as line:
+        line.says("Ray")
+        until(lambda: capsys.readouterr().out.startswith("starting Ray  "))
+        threads = [each for each in threading.enumerate() if getattr(each, "_target", None) == line._run]
+    for thread in threads:
+        thread.join(30.0)
+    assert len(threads) == 1 and not threads[0].is_alive()
+
+
+def test_a_start_names_the_backend_and_the_models_of_a_group():
+    stages = made().stages
+    named = [msgspec.structs.replace(stage, uses=("owner/policy", "owner/policy (frozen)")) for stage in stages]
+    planned = msgspec.structs.replace(made(), stages=tuple(named))
+    assert planned.loading(["sampler"]) == "sampler (torch, policy, policy (frozen))"
+    assert planned.loading(["learner", "host"]).startswith("learner (torch, policy, policy (frozen)), host (python")
 
 
 @pytest.mark.parametrize("evaluated", [True, False])

@@ -17,6 +17,7 @@ from pipeline.engine.driver import Driver
 from pipeline.executors.local import LocalExecutor
 from pipeline.plan.planner import plan
 from stages.prompts import Prompts
+from stages.reward import Reward
 from tests.optional import need
 from tests.unit.test_prompts import draw, problem, problems, write
 
@@ -124,7 +125,7 @@ def test_a_field_may_have_another_name_than_its_column(tmp_path):
         (Field("level", "float32"), float("nan"), "is NaN, which is out of range"),
         (Field("level", "float16"), 70000, "is 70000, which is out of range"),
         (Field("level", "float32", high=1.0), 1.5, "is 1.5, which is out of range"),
-        (Field("level", "float64"), 10**400, f"is 1{'0' * 39}, which is out of range"),
+        (Field("level", "float64"), 10**400, f"is 1{'0' * 59}..., which is out of range"),
         (HARD, 1, "is 1"),
         (BOX, [[1, 2]], "has the shape [1, 2]"),
         (BOX, [[1, 2], [3]], "is a nested list whose parts differ in length"),
@@ -282,3 +283,57 @@ def test_texts_and_typed_columns_side_by_side(tmp_path):
     assert list(columns) == ["prompt", "answer", "unit", "level"]
     assert columns["unit"] == ["m", "m"]
     assert json.dumps(columns["level"].tolist()) == "[3, 3]"
+
+
+def test_a_column_that_is_only_named_has_the_type_of_its_values(tmp_path):
+    made = [{**row, "half": row["level"] + 0.5 * (i % 2), "info": {"rank": i}} for i, row in enumerate(rows(4))]
+    path = write(tmp_path / "d.jsonl", made)
+    source = Prompts(path, extra=("level", "half", "hard", "answer_text", ("info.rank", "rank"), "info.rank"))
+    named = {made.name: made.dtype for made in source.writes}
+    assert named == {"prompt": "str", "answer": "str", "level": "int64", "half": "float32", "hard": "bool",
+                     "answer_text": "str", "rank": "int64"}  # fmt: skip
+    assert {made.name: made.dtype for made in Prompts(path, extra="level", as_text="level").writes}["level"] == "str"
+    mixed = write(tmp_path / "mixed.jsonl", [{"prompt": "", "answer": "", "level": level} for level in (1, "2")])
+    assert Prompts(mixed, extra="level").writes[-1].dtype == "str"
+    assert Prompts(tmp_path / "none.jsonl", extra="level").writes[-1].dtype == "str"
+
+
+def test_a_named_column_of_a_parquet_file_has_the_type_of_its_values(tmp_path):
+    need("data", "pyarrow")
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.table({"prompt": ["a", "b"], "answer": ["", ""], "level": [3, 4]}), tmp_path / "d.parquet")
+    columns = draw(Prompts(tmp_path / "d.parquet", extra="level"), [0, 1])
+    assert sorted(columns["level"].tolist()) == [3, 4]
+
+
+def typed(prompt: str, level: int, half: float, hard: bool) -> float:
+    assert (type(level), type(half), type(hard)) == (int, float, bool)
+    return level + half
+
+
+def untyped(level, hard, answer) -> float:
+    assert (type(level), type(hard), answer) == (int, bool, "")
+    return float(hard)
+
+
+@pytest.mark.parametrize("functions", [(typed,), (untyped,), (typed, untyped), (untyped, typed)])
+def test_a_reward_gets_numbers_as_the_data_has_them(tmp_path, functions):
+    made = [{**row, "half": row["level"] / 2} for row in rows(4)]
+    path = write(tmp_path / "d.jsonl", made)
+    source = Prompts(path, batch=4, extra=("level", "half", "hard"))
+    graph = Graph(name="g", source=source, stages=(Samples(), Reward(*functions)), schedule=Schedule(steps=1))
+    seen: list[dict[str, float]] = []
+    driver = Driver(graph, plan(graph)[0], LocalExecutor(), on_step=lambda step, metrics: seen.append(metrics))
+    driver.execute()
+    means = {typed: (0 + 1 + 2 + 3) * 1.5 / 4, untyped: 0.5}
+    assert seen[0]["reward/mean"] == pytest.approx(sum(means[function] for function in functions))
+
+
+def test_who_writes_a_field_says_its_type(tmp_path):
+    from pipeline import GraphError
+
+    source = Prompts(write(tmp_path / "d.jsonl", rows(2)), extra=Field("level", "any"))
+    with pytest.raises(GraphError, match="'prompts' writes 'level' as any"):
+        plan(Graph(name="g", source=source, stages=(Reward(untyped),), schedule=Schedule(steps=1)))

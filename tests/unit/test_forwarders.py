@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -76,13 +77,29 @@ def wandb_records(file: Path) -> list[Any]:
 def test_tensorboard_reads_what_was_forwarded(recorded, tmp_path):
     need("tensorboard", "tensorboard")
     forward.forward(recorded, {"tensorboard": str(tmp_path / "tb")})
-    assert tensorboard(tmp_path / "tb" / "my run") == {
-        "version": [(0, 0.0), (1, 1.0), (2, 2.0)], "eval/exact match": [(0, 0.25)], "reward/mean": REWARDS,
-    }  # fmt: skip
+    expected = {"version": [(0, 0.0), (1, 1.0), (2, 2.0)], "eval/exact match": [(0, 0.25)], "reward/mean": REWARDS}
+    assert tensorboard(tmp_path / "tb" / "my run") == expected
+    times = written_at(tmp_path / "tb" / "my run")
+    time.sleep(1.1)
+    forward.forward(recorded, {"tensorboard": str(tmp_path / "tb")})
+    assert tensorboard(tmp_path / "tb" / "my run") == expected and written_at(tmp_path / "tb" / "my run") == times
     said(recorded, *LINES, {"step": 3, "reward/mean": 1.0})
     time.sleep(1.1)  # names of event files have one-second resolution
     forward.forward(recorded, {"tensorboard": str(tmp_path / "tb")})
     assert tensorboard(tmp_path / "tb" / "my run")["reward/mean"] == [*REWARDS, (3, 1.0)]
+    assert written_at(tmp_path / "tb" / "my run")[:-1] == times
+    (tmp_path / "tb" / "my run" / "sluice.run").write_text("another run of that name")
+    said(recorded, {"step": 1, "reward/mean": 9.0})
+    time.sleep(1.1)
+    forward.forward(recorded, {"tensorboard": str(tmp_path / "tb")})
+    assert tensorboard(tmp_path / "tb" / "my run")["reward/mean"] == [(1, 9.0)]
+
+
+def written_at(folder):
+    """Return when each reward in a folder of event files was written."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    return [point.wall_time for point in EventAccumulator(str(folder)).Reload().Scalars("reward/mean")]
 
 
 def test_wandb_keeps_what_was_forwarded(recorded, tmp_path, monkeypatch):
@@ -92,11 +109,13 @@ def test_wandb_keeps_what_was_forwarded(recorded, tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "canary" * 6 + "0000")
     (tmp_path / "kept").mkdir()
     forward.forward(recorded, {"wandb": "team/project"})
+    time.sleep(1.1)  # names of its folders have one-second resolution
+    forward.forward(recorded, {"wandb": "team/project"})
     records, until_s = [], time.monotonic() + 30
-    while not any(record.HasField("exit") for record in records) and time.monotonic() < until_s:
+    while sum(record.HasField("exit") for record in records) < 2 and time.monotonic() < until_s:
         time.sleep(0.1)  # W&B writes it in its own process
         records = [r for file in (tmp_path / "kept").rglob("offline-run-*/run-*.wandb") for r in wandb_records(file)]
-    (begun,) = [record.run for record in records if record.HasField("run")]
+    begun, _ = [record.run for record in records if record.HasField("run")]
     assert (begun.entity, begun.project, begun.display_name) == ("team", "project", "my run")
     assert begun.run_id.startswith("my-run-") and json.loads(
         next(item.value_json for item in begun.config.update if item.key == "graph")
@@ -126,11 +145,14 @@ def test_mlflow_has_what_was_forwarded_and_goes_on_behind_it(recorded, mlflow_st
     experiment = client.get_experiment_by_name("toy")
     (kept,) = client.search_runs([experiment.experiment_id])
     assert (kept.info.run_name, kept.info.status, kept.data.params) == ("my run", "FINISHED", {"steps": "2"})
+    times = [point.timestamp for point in client.get_metric_history(kept.info.run_id, "reward/mean")]
+    forward.forward(recorded, {"mlflow": uri})
     said(recorded, *LINES, {"step": 3, "reward/mean": 1.0})
     forward.forward(recorded, {"mlflow": uri})
     (kept,) = client.search_runs([experiment.experiment_id])
     history = client.get_metric_history(kept.info.run_id, "reward/mean")
     assert [(point.step, point.value) for point in history] == [*REWARDS, (3, 1.0)]
+    assert [point.timestamp for point in history][:-1] == times
     assert client.get_metric_history(kept.info.run_id, "eval/exact match")[0].value == 0.25
 
 
@@ -214,6 +236,13 @@ def test_a_package_that_is_not_there_is_a_problem(service, monkeypatch):
         match=rf"--{service}: the package {service} is not installed; .*pip install 'sluice-rl\[{service}\]'",
     ):
         opened(service, "x", Described(name="", key="", graph="", flags={}))
+
+
+def test_a_check_of_a_graph_says_that_a_package_is_not_there(monkeypatch, capsys):
+    found = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *more: None if name == "wandb" else found(name, *more))
+    assert run.main(["quickstart", "--wandb", "project", "--check"]) == 2
+    assert "--wandb: the package wandb is not installed; " in capsys.readouterr().err
 
 
 def test_a_folder_named_like_the_package_is_none(tmp_path, monkeypatch):

@@ -18,7 +18,7 @@ HELP = """\
 A small graph.
 
 positional arguments:
-  graph                   a Python file with a function graph()
+  graph                   a Python file with a function graph(), or the name of a recipe
 
 options:
 """
@@ -107,7 +107,9 @@ def test_a_resumed_run_has_the_recorded_flags_and_drops_the_lines_after_its_chec
     with (live / "run/metrics.jsonl").open("a") as file:
         file.write('{"step":4,"half')  # as a killed run leaves it
     code, out, err = command(live, "graph.py", *LOCAL, "--resume", "1")
-    assert (code, err) == (0, "")
+    assert code == 0 and err.startswith("--resume 1: warning: there are later checkpoints (step 2, 3); ")
+    aside = {path.name for path in (live / "run/before-1/checkpoints").iterdir()}
+    assert aside == {"step_000002", "step_000003"}
     assert "live: 2 steps of 2 x 1 samples" in out
     again = [json.loads(line) for line in (live / "run/metrics.jsonl").read_text().splitlines()]
     untimed = [{k: v for k, v in line.items() if not k.startswith(("time/", "stored/"))} for line in again]

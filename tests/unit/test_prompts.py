@@ -6,7 +6,9 @@ from pathlib import Path
 import cloudpickle
 import pytest
 
-from pipeline import Field, Graph, Schedule, StageContext, StageError, Task, WorkerGroup
+from pipeline import Field, Graph, Model, Schedule, StageContext, StageError, Task, WorkerGroup
+from stages.backends import model_problems
+from stages.prompt_lengths import prompt_problems
 from stages.prompts import Prompts
 from stages.sources import Dataset, Mixture
 from stages.sources.draws import open_rows
@@ -217,3 +219,34 @@ def test_bad_parameters(tmp_path, arguments, what):
     found = problem(stage)
     assert found.what == what
     assert found.where == str(stage.location)
+
+
+def test_a_prompt_that_is_too_long_is_counted_with_the_tokenizer_of_a_folder(tmp_path):
+    """Of the words that this tokenizer knows each is one token, so bytes alone do not say which prompt is too long."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = Tokenizer(models.WordLevel({"sum": 0, "difference": 1, "?": 2}, unk_token="?"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    words.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3", "max_position_embeddings": 12}')
+    rows = ["difference " * 8, "sum " * 8 + "sum", "sum"]
+    data = tmp_path / "train.jsonl"
+    data.write_text("".join(f'{{"prompt": "{row.strip()}", "answer": ""}}\n' for row in rows))
+
+    def found(max_tokens):
+        source = Prompts(data)
+        return list(prompt_problems(Model(str(tmp_path)), source.source, source.layout, max_tokens, "stage 'rollout'"))
+
+    assert found(3) == []
+    (problem,) = found(4)
+    assert (problem.where, problem.fix) == (f"{data}:2", "max_tokens=3, or leave out such rows")
+    assert "9 tokens" in problem.what and "12 positions" in problem.why
+    (tmp_path / "tokenizer.json").write_text("{}")  # reported apart
+    assert found(4) == []
+
+
+def test_a_name_without_an_owner_is_that_of_a_model_in_the_cache_of_the_hub(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    assert [problem.what[:22] for problem in model_problems(Model("gpt2"))] == ["the model 'gpt2' is no"]
+    (tmp_path / "models--gpt2").mkdir()
+    assert list(model_problems(Model("gpt2"))) == list(model_problems(Model("owner/gpt2"))) == []

@@ -634,7 +634,8 @@ def test_evaluation_asks_in_the_chat_template(tmp_path: Path) -> None:
     encode = backend.encode
     backend.encode = lambda model, texts, chat: (asked.extend(texts), encode(model, texts, chat=chat))[1]
     stage = Evaluate(POLICY, tmp_path / "test.jsonl", on=SAMPLER, max_tokens=3, chat=True)
-    assert not list(stage.check(described(stage)))
+    checked = replace(stage, model=replace(POLICY, chat_template=TEMPLATE))
+    assert not list(checked.check(described(checked)))
     output = stage.setup(here)({}, Task(stage="evaluate", step=0))
     assert [json.loads(text) for text in asked] == [row["prompt"] for row in rows]
     assert output.metrics["eval/count"] == 2.0

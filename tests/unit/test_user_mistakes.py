@@ -326,7 +326,7 @@ def test_an_error_in_problems_names_the_users_class_and_line(check: Any, after: 
     (found,) = [str(problem) for problem in Reward(score).check(None)]  # type: ignore[arg-type]
     assert found.startswith(f"{where}problems() of reward score {says}")
     warm = type("Warm", (), {"run": lambda self, model, tokenizer, seed: None, "problems": check})()
-    (found,) = [str(problem) for problem in model_problems(Model("m", warm_start=warm))]
+    (found,) = [str(problem) for problem in model_problems(Model("of/m", warm_start=warm))]
     assert found.startswith(f"{where}Warm.problems() {says}")
     backend = Backend(
         name="mine", can=("sample",), opener=lambda context: None, checks=MethodType(check, None.__class__)

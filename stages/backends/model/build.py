@@ -29,6 +29,7 @@ from transformers import (
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from transformers.utils import cached_file
+from transformers.utils.logging import disable_progress_bar
 
 from pipeline import Model, StageError
 from pipeline.errors import Problem, message_of
@@ -79,6 +80,7 @@ def load_network(
         try:
             config = AutoConfig.from_pretrained(model.source, trust_remote_code=model.trust_remote_code)
             chosen = auto_class(is_seeing(config.to_dict()))
+            disable_progress_bar()  # it would break the line about the run, which also loads weights in a first task
             network, found = chosen.from_pretrained(
                 model.source, config=plain(config), dtype=first, output_loading_info=True, **trust(model)
             )

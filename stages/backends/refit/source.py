@@ -125,7 +125,7 @@ def _changed(version: int, transport: str) -> Problem:
         where="refit",
         what=f"a restarted sampler needs version {version} again, and the trainer has changed its weights since",
         why=f"the transport {transport!r} has keep_copy=False, so the trainer has only its current weights",
-        fix="resume from the last checkpoint; with keep_copy=True the run continues",
+        fix="resume the run; with keep_copy=True the run continues",
     )
 
 
@@ -150,6 +150,6 @@ def peer_lost(what: object) -> PeerLost:
             where="refit",
             what=f"a version did not reach all workers: {what}",
             why="both sides transfer it together, and no worker died",
-            fix="resume from the last checkpoint; if it happens again, repair the network or choose another transport",
+            fix="resume the run; if it happens again, repair the network or choose another transport",
         )
     )

@@ -153,5 +153,5 @@ def _broken(what: str) -> Problem:
         where="refit",
         what=what,
         why="rollout must sample from exactly the weights that were trained",
-        fix="resume from the last checkpoint; if it happens again, the transfer is broken",
+        fix="resume the run; if it happens again, the transfer is broken",
     )

@@ -455,7 +455,7 @@ class Client:
             where=self.setup.where,
             what="the vLLM engine died, and the trainer would have to send the weights again",
             why="it does that for a replacement worker, not for an engine",
-            fix="resume from the last checkpoint",
+            fix="resume the run",
         )
 
     def _overtaken(self) -> Problem:
@@ -463,7 +463,7 @@ class Client:
             where=self.setup.where,
             what="the vLLM engine died, and the weights that it served are no longer in the trainer's memory",
             why="the trainer is already overwriting them with the next version",
-            fix="resume from the last checkpoint",
+            fix="resume the run",
         )
 
     def _wrong_layers(self, layer: str) -> Problem:

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 def open_engine(context: StageContext) -> VllmEngine:
     """The engine of this worker. Raises StageError if vLLM is not built for the group's device."""
     group = context.group
-    environment.prepare(gpus=group.gpus > 0, threads=group.threads, tensor_parallel=group.tensor_parallel)
+    environment.prepare(gpus=group.gpus > 0, threads=group.threads or 0, tensor_parallel=group.tensor_parallel)
     if group.gpus or group.tensor_parallel > 1:
         processes.import_ahead(group.gpus > 0)
     from stages.backends.vllm.api import computes_on_cpu  # reads the environment

@@ -1,0 +1,58 @@
+"""Finds prompts of a data set that leave a model no room for a response, before the model loads.
+
+Counts with the model's own tokenizer where a prompt could be too long, and there only: a token is at least one byte.
+Prompts with a chat template have more tokens than are counted. Knows no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from pipeline import Model
+from pipeline.declare.parameters import is_whole
+from pipeline.errors import Problem
+from stages.model_shape import known_config, positions
+from stages.sources.draws import checked_prompts
+from stages.sources.schema import Schema
+
+LOOKED_AT = 8  # prompts of the most bytes that are counted
+
+
+def prompt_problems(model: Model, source: Any, layout: Schema, max_tokens: Any, says: str) -> Iterator[Problem]:
+    """Yield the longest prompt among the rows that a check reads, if it and `max_tokens` are more than the model has
+    positions. The rows, the model and `max_tokens` are checked apart."""
+    most = positions(known_config(model))
+    if most is None or not is_whole(max_tokens, 1) or max_tokens >= most or layout.images is not None:
+        return
+    room = most - max_tokens
+    texts = [(len(text.encode(errors="replace")), where, text) for where, text in checked_prompts(source, layout)]
+    doubtful = sorted((each for each in texts if each[0] > room), reverse=True)[:LOOKED_AT]
+    count = _counting(model) if doubtful else None
+    if count is None:
+        return
+    longest, where = max((count(text), where) for _, where, text in doubtful)
+    if longest > room:
+        yield Problem(
+            where=where,
+            what=f"the prompt has {longest:,} tokens, and {says} has max_tokens={max_tokens}",
+            why=f"the model {model.source!r} has {most:,} positions (max_position_embeddings)",
+            fix=f"max_tokens={most - longest}, or leave out such rows" if longest < most else "leave out such rows",
+        )
+
+
+def _counting(model: Model) -> Callable[[str], int] | None:
+    """Return what counts the tokens of a text; None if the tokenizer is not in a file of its own."""
+    if model.config is not None:
+        return (lambda text: len(text.encode(errors="replace"))) if model.alphabet == "bytes" else len
+    file = Path(model.source) / "tokenizer.json"
+    if not file.is_file():
+        return None
+    from tokenizers import Tokenizer
+
+    try:
+        made = Tokenizer.from_file(str(file))
+    except Exception:  # noqa: BLE001 - the library raises no other for a file that it cannot read, which is reported apart
+        return None
+    return lambda text: len(made.encode(text).ids)
