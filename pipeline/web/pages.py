@@ -22,7 +22,6 @@ from pipeline.rundir import RunDir
 from pipeline.simulation.hints import hints
 from pipeline.simulation.recording import recording_of
 from pipeline.web import texts
-from pipeline.web.drawing import layout
 from pipeline.web.guard import is_run_name
 from pipeline.web.words import SECTIONS, in_order, words
 
@@ -52,12 +51,11 @@ def runs(folder: Path) -> list[dict[str, Any]]:
 
 
 def about(path: Path, query: Query) -> dict[str, Any]:
-    """Return static facts: the plan and its drawing, the run's command, the meaning of its metrics."""
+    """Return static facts: the plan, the run's command, the meaning of its metrics."""
     plan = open_plan(path)
     return {
         "name": path.name,
         "plan": plan,
-        "layout": layout(plan),
         "described": _hidden(run_json(path)),
         "sections": SECTIONS,
         "words": {name: words(name) for name in _metric_names(path)},

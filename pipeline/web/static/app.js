@@ -1,7 +1,8 @@
 // Routing, and the header and status of all pages.
 
 import { Copy, Empty, html, number, plural, render, seconds, useEffect, useState } from "./ui.js";
-import { offline, only } from "./api.js";
+import { offline } from "./api.js";
+import { address, link } from "./address.js";
 import { Run } from "./store.js";
 import { Runs } from "./runs.js";
 import { Graph } from "./graph.js";
@@ -19,11 +20,6 @@ const STATES = {
   loading: "Loading", running: "Live", finished: "Finished", failed: "Failed", interrupted: "Interrupted", killed: "Killed",
 };
 const LOOKS = { failed: "failed", killed: "failed", interrupted: "silent", running: "running", finished: "finished" };
-
-function address() {
-  const [run, page] = location.hash.replace(/^#\/?/, "").split("/");
-  return { run: decodeURIComponent(run || only), page: page in PAGES ? page : "graph" };
-}
 
 // A browser may block local storage.
 function remembered(name) {
@@ -112,7 +108,7 @@ function Diverged({ run }) {
 
 function Tabs({ run, page }) {
   return html`<nav class="tabs" aria-label="Pages">${Object.keys(PAGES).map((name) => (offline && name === "compare" ? null
-    : html`<a key=${name} href=${`#/${encodeURIComponent(run)}/${name}`} aria-current=${name === page ? "page" : undefined}>${TITLES[name]}</a>`))}</nav>`;
+    : html`<a key=${name} href=${link(run, name)} aria-current=${name === page ? "page" : undefined}>${TITLES[name]}</a>`))}</nav>`;
 }
 
 function App() {
@@ -161,8 +157,8 @@ function App() {
     ${ready && html`<${Status} run=${run} />`}
     <main id="main" tabindex="-1" aria-busy=${!!at.run && !error && !ready}>
       ${error ? html`<div class="alert" role="alert">${error}</div>`
-        : !at.run ? html`<${Runs} />`
-          : ready ? html`<${Trouble} run=${run} /><${Diverged} run=${run} /><${Page} run=${run} />` : html`<${Empty}>Reading the record …<//>`}
+        : !at.run ? html`${at.problem && html`<div class="alert soft" role="alert">${at.problem}</div>`}<${Runs} />`
+          : ready ? html`<${Trouble} run=${run} /><${Diverged} run=${run} /><${Page} run=${run} query=${at.query} />` : html`<${Empty}>Reading the record …<//>`}
     </main>`;
 }
 
