@@ -22,7 +22,7 @@ from pipeline.rundir import RunDir
 from pipeline.simulation.hints import hints
 from pipeline.simulation.recording import recording_of
 from pipeline.web import texts
-from pipeline.web.guard import is_run_name
+from pipeline.web.guard import is_run_name, outward, whole
 from pipeline.web.words import SECTIONS, in_order, words
 
 Query = Mapping[str, str]
@@ -32,6 +32,7 @@ IDLE = 20  # or for this multiple of the time they took to compute
 RECENT_BYTES = 16 << 20  # the end of the record that findings use: about 50,000 events
 SECRET = ("token", "key", "secret", "password")
 RUNS = 500
+READ = ("run.json", "plan.json", "events.jsonl", "metrics.jsonl", "data_plane.json", "samples")  # of a run, by the view
 
 
 def runs(folder: Path) -> list[dict[str, Any]]:
@@ -46,7 +47,7 @@ def runs(folder: Path) -> list[dict[str, Any]]:
             "steps": run.steps,
         }
         for run in list_runs(folder)[:RUNS]
-        if is_run_name(run.path.name) and not run.path.is_symlink()
+        if is_run_name(run.path.name) and not run.path.is_symlink() and outward(run.path, READ) is None
     ]
 
 
@@ -138,8 +139,9 @@ def _advice(path: Path) -> dict[str, Any]:
 def samples(path: Path, query: Query) -> dict[str, Any]:
     """Return the samples of the requested step, or of the last step that has any."""
     there = RunDir(path).sampled_steps()
-    wanted = query.get("step", "")
-    step = int(wanted) if wanted.isdigit() and len(wanted) < 10 else there[-1] if there else -1
+    step = whole(query.get("step", ""))
+    if step is None:
+        step = there[-1] if there else -1
     return {"steps": there, "step": step, "rows": texts.samples(path, step) if step in there else []}
 
 

@@ -44,7 +44,6 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def served(folder):
     with serving(folder) as made:
-        made.folder = folder
         yield made
 
 
@@ -381,6 +380,16 @@ def test_an_address_that_changes_while_the_page_is_being_built_is_not_missed(bro
     tab.goto(served.address)
     tab.wait_for_selector(".node", timeout=WAIT_MS)
     tab.close()
+
+
+def test_an_address_that_cannot_be_shows_the_runs_and_says_so(opened):
+    tab = opened("plain")
+    tab.evaluate("location.hash = '#/%'")
+    tab.wait_for_selector("main [role=alert]:has-text('There is no page at #/%')")
+    tab.wait_for_selector("main table >> text=plain")
+    tab.click("main table >> text=plain")
+    tab.wait_for_selector(".node")
+    assert tab.locator("main [role=alert]").count() == 0
 
 
 def test_a_live_run_is_followed_through_a_reload_to_its_end(browser, tmp_path):
