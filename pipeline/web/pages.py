@@ -145,6 +145,16 @@ def samples(path: Path, query: Query) -> dict[str, Any]:
     return {"steps": there, "step": step, "rows": texts.samples(path, step) if step in there else []}
 
 
+def metrics(path: Path, query: Query) -> dict[str, Any]:
+    """Return the metrics of every step, counted from 1, in columns: {"steps": [...], "values": {name: [...]}}."""
+    file = RunDir(path).metrics
+    with of_a_run(file):
+        lines = {line["step"]: line for line in read_metrics(file)}  # of a step that was repeated, the last one
+    steps = sorted(lines)
+    names = {name for line in lines.values() for name in line} - {"step", "version"}
+    return {"steps": steps, "values": {name: [lines[step].get(name) for step in steps] for name in sorted(names)}}
+
+
 def prompts(path: Path, query: Query) -> list[dict[str, Any]]:
     """Return the kept prompts, those without reward first."""
     return texts.prompts(path)
@@ -195,4 +205,4 @@ def _page(make: Callable[[Path, Query], Any]) -> Callable[[Path, Query], Any]:
     return page
 
 
-PAGES = {make.__name__: _page(make) for make in (about, findings, advice, samples, prompts, comparison)}
+PAGES = {make.__name__: _page(make) for make in (about, findings, advice, samples, metrics, prompts, comparison)}

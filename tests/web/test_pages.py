@@ -20,7 +20,11 @@ from tests.web.serving import serving
 
 pytestmark = pytest.mark.journal_expected
 PAGES = ("graph", "timeline", "staleness", "metrics", "samples", "compare")
-SIZES = {"desk": {"width": 1280, "height": 720}, "phone": {"width": 390, "height": 844}}
+SIZES = {
+    "desk": {"width": 1280, "height": 720},
+    "phone": {"width": 390, "height": 844},
+    "tablet": {"width": 820, "height": 1180},
+}
 WAIT_MS = 60_000
 
 
@@ -87,13 +91,16 @@ def judge(route, wrong):
         ("phone", "dark"),
         pytest.param("desk", "dark", marks=pytest.mark.search),
         pytest.param("phone", "light", marks=pytest.mark.search),
+        pytest.param("tablet", "light", marks=pytest.mark.search),
+        pytest.param("tablet", "dark", marks=pytest.mark.search),
     ],
 )
 def test_every_page_is_accessible_and_fits(opened, size, theme):
     from axe_playwright_python.sync_playwright import Axe
 
     tab = opened("ahead", size=size, theme=theme)
-    for run, page in (*(("ahead", page) for page in PAGES), ("episodes", "timeline"), ("episodes", "samples")):
+    more = (("episodes", "timeline"), ("episodes", "samples"), ("plain", "graph"))
+    for run, page in (*(("ahead", page) for page in PAGES), *more):
         tab.evaluate(f"location.hash = '#/{run}/{page}'")
         tab.wait_for_selector(f".tabs a[href='#/{run}/{page}'][aria-current=page]", timeout=WAIT_MS)
         tab.wait_for_timeout(400)
@@ -103,13 +110,83 @@ def test_every_page_is_accessible_and_fits(opened, size, theme):
             tab.wait_for_selector(".metric canvas", timeout=WAIT_MS)
         if page == "samples":
             tab.click("text=Shade unlikely tokens")
+        if page == "samples" and run == "ahead":
+            tab.select_option("#against", "5")
+            tab.wait_for_selector(".differences", timeout=WAIT_MS)
+        if page == "metrics":
+            tab.evaluate("location.hash += '?smooth=0.6&with=plain'")
+            tab.wait_for_selector("ul[aria-label=Runs]", timeout=WAIT_MS)
         if page == "graph":
             tab.wait_for_selector(".hints, .legend", timeout=WAIT_MS)
+        if (run, page) == ("plain", "graph"):
+            tab.evaluate("location.hash += '?stage=rollout'")
+            tab.wait_for_selector(".panel", timeout=WAIT_MS)
         if kept := os.environ.get("SLUICE_ARTEFACTS"):
             tab.screenshot(path=Path(kept) / f"{page}-{size}-{theme}.png", full_page=True)
         found = Axe().run(tab)
         assert not found.response["violations"], (page, found.generate_report())
         assert tab.evaluate("document.documentElement.scrollWidth <= innerWidth"), page
+        assert tab.evaluate(SMALL) == [], page
+        if size == "phone":
+            assert tab.locator("header.top").bounding_box()["height"] < 80
+            assert tab.evaluate("document.querySelector('.tabs').scrollWidth <= innerWidth"), page
+        if page == "graph":
+            graph = tab.locator(".drawing")
+            assert graph.evaluate("one => one.scrollHeight <= one.clientHeight"), size  # it scrolls sideways only
+            if size == "desk":
+                assert graph.evaluate("one => one.scrollWidth <= one.clientWidth")
+
+
+SMALL = """[...document.querySelectorAll('body *')].filter((one) => parseFloat(getComputedStyle(one).fontSize) < 12
+  && [...one.childNodes].some((node) => node.nodeType === 3 && node.data.trim())).map((one) => one.outerHTML)"""
+
+
+def test_a_chart_says_the_values_under_the_pointer_of_several_runs(opened):
+    tab = opened("ahead", "metrics")
+    card = tab.locator("article", has=tab.locator("code", has_text=re.compile("^reward/mean$")))
+    readout = card.locator(".readout")
+    says = "([one, words]) => one.innerText.split(/\\s+/).join(' ') === words"
+
+    def said(words):
+        tab.wait_for_function(says, arg=[readout.element_handle(), words], timeout=WAIT_MS)
+
+    said("step 12 1.100")
+    over = card.locator(".u-over")
+    wide = over.bounding_box()["width"]
+    over.hover(position={"x": wide * 6 / 12, "y": 20})
+    said("step 6 0.500")
+    tab.click("text=Other runs")
+    tab.check("label:has-text('plain') input")
+    tab.wait_for_selector("ul[aria-label=Runs] >> text=plain", timeout=WAIT_MS)
+    tab.keyboard.press("Escape")
+    over.hover(position={"x": wide - 1, "y": 20})
+    said("step 12 ahead 1.100 plain \u2013")
+    tab.mouse.move(0, 0)
+    said("last ahead 1.100 plain 0.500")
+    tab.fill("#smooth", "0.5")
+    tab.wait_for_function("() => location.hash.includes('smooth=0.5')")
+    tab.reload()
+    said("last smoothed ahead 1.000 plain 0.410")  # the steps before weigh half as much each
+
+
+def test_ticks_and_smoothing(opened):
+    chart = "async ([name, ...given]) => (await import('/static/chart.js'))[name](...given)"
+    tab = opened("plain", "metrics")
+
+    def texts(values, each, unit=""):
+        return tab.evaluate(chart, ["tickTexts", values, each, unit])
+
+    assert texts([0, 0.05, 0.1], 0.05) == ["0", "0.05", "0.10"]
+    assert texts([0, 20, 40], 20) == ["0", "20", "40"]
+    assert texts([0.995, 0.9955], 0.0005) == ["0.9950", "0.9955"]
+    assert texts([0, 2e-5], 1e-5) == ["0", "2.0e-5"]
+    assert texts([0, 0.005, 0.01], 0.005, "%") == ["0.0 %", "0.5 %", "1.0 %"]
+    assert texts([0, 1 << 21], 1 << 20, "bytes") == ["0 B", "2.0 MiB"]
+    assert texts([0, 0.5], 0.5, "s") == ["0 s", "0.5 s"]
+    assert tab.evaluate(chart, ["smoothed", [1, None, 3], 0]) == [1, None, 3]
+    assert tab.evaluate(chart, ["smoothed", [1, None, 4], 0.5]) == [1, None, 3]
+    runs = [{"steps": [1, 3], "values": [1, 3]}, {"steps": [2, 3], "values": [20, 30]}]
+    assert tab.evaluate(chart, ["joined", runs]) == [[1, 2, 3], [[1, None, 3], [None, 20, 30]]]
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ function Status({ run }) {
   const now = run.now;
   const last = run.steps.length ? run.steps[run.steps.length - 1][2] : {};
   const report = run.findings && run.findings.report;
-  return html`<div class="status" aria-label="State of the run" role="region">
+  return html`<div class="status" aria-label="State of the run" role="region" tabindex="0">
     <span class=${`pill ${LOOKS[run.state] || ""}`} role="status"><i></i>${STATES[run.state]}</span>
     ${now && html`
       <span class="stat"><progress value=${now.step + 1} max=${now.steps} aria-label="Steps done"></progress>

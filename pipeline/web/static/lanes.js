@@ -152,7 +152,7 @@ export function draw(canvas, made, scene, look) {
   const context = canvas.getContext("2d");
   context.setTransform(ratio, 0, 0, ratio, 0, 0);
   context.clearRect(0, 0, width, made.height);
-  context.font = `11px ${look.font}`;
+  context.font = `12px ${look.font}`;
   context.textBaseline = "middle";
   const scale = (width - GUTTER) / (view[1] - view[0]);
   const x = (at) => GUTTER + (at - view[0]) * scale;
@@ -174,7 +174,8 @@ export function draw(canvas, made, scene, look) {
   context.fillStyle = look.dim;
   let free = -Infinity;
   for (const [at, step] of ticks(view, width)) {
-    context.fillText(clock(at, step), x(at) + 2, 8);
+    const text = clock(at, step);
+    context.fillText(text, Math.min(x(at) + 2, width - context.measureText(text).width - 2), 8);
     context.fillStyle = look.line;
     context.fillRect(x(at), 0, 1, 14);
     context.fillStyle = look.dim;
