@@ -173,6 +173,7 @@ class _Followed:
         if offset > record.offset:
             offset = 0  # the record was truncated or replaced: the page starts from the beginning
             yield _event("again", {}, None)
+        yield _event("now", record.now() | {"loading": True}, None)  # a page shows this while the rows arrive
         while block := await asyncio.to_thread(record.block, offset):
             offset = block.offset
             yield _rows(block)

@@ -111,7 +111,7 @@ def test_every_page_is_accessible_and_fits(opened, size, theme):
         if page == "samples":
             tab.click("text=Shade unlikely tokens")
         if page == "samples" and run == "ahead":
-            tab.select_option("#against", "5")
+            tab.select_option("#against", label="with step 5")
             tab.wait_for_selector(".differences", timeout=WAIT_MS)
         if page == "metrics":
             tab.evaluate("location.hash += '?smooth=0.6&with=plain'")
@@ -251,7 +251,7 @@ def test_a_node_opens_its_parts_and_they_lead_to_other_pages_and_back(opened):
         assert tab.evaluate("document.activeElement.dataset.stage") == stage, key
     node.click()
     panel.wait_for()
-    tab.mouse.click(900, 790)
+    tab.mouse.click(900, 705)
     panel.wait_for(state="detached")
     node.click()
     tab.reload()
@@ -323,7 +323,7 @@ def test_samples_are_chosen_by_reward_and_compared_with_another_step(opened):
     tab.reload()
     tab.wait_for_selector(".response", timeout=WAIT_MS)
     assert tab.locator(".response").count() == len(rewards) and tab.input_value("#reward") == "some"
-    tab.select_option("#against", "1")
+    tab.select_option("#against", label="with step 1")
     card = tab.locator("section.card", has_text="From step 1 to step 2")
     card.get_by_text("1 prompt in both: mean reward is higher for 0, lower for 0.").wait_for(timeout=WAIT_MS)
     assert tab.evaluate("window.hit") is None

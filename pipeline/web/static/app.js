@@ -141,7 +141,7 @@ function App() {
   }, [at.run]);
   useEffect(() => { document.title = at.run ? `${at.run} · ${TITLES[at.page]} · Sluice` : "Sluice"; }, [at.run, at.page]);
   const Page = PAGES[at.page];
-  const ready = run && run.name === at.run && run.about && run.now;
+  const ready = run && run.name === at.run && run.about && run.now && (!run.now.loading || at.page === "graph"); // the others need all rows
   return html`
     <a class="skip" href="#main" onClick=${(event) => { event.preventDefault(); document.getElementById("main").focus(); }}>Skip to content</a>
     <header class="top">

@@ -1,6 +1,6 @@
 // The graph with the current state of every stage, and below it what bounds a step and what would help.
 
-import { bytes, Card, colourOf, Copy, html, number, percent, plural, seconds, Swatch, useEffect, useLayoutEffect, useLoaded, useMemo, useRef, useState } from "./ui.js";
+import { bytes, Card, colourOf, Copy, html, number, percent, plural, seconds, Swatch, useLayoutEffect, useLoaded, useMemo, useRef, useState } from "./ui.js";
 import { get } from "./api.js";
 import { go, link } from "./address.js";
 import { SAYS } from "./episodes.js";
@@ -194,11 +194,11 @@ function clearedAfter(run, field) {
 // What is known of a stage, beside its node. Esc and a click elsewhere close it; the focus goes back to the node.
 function Panel({ run, name, close }) {
   const panel = useRef(null);
-  useEffect(() => {
+  useLayoutEffect(() => {
     panel.current.focus();
     return () => document.querySelector(`[data-stage="${CSS.escape(name)}"]`)?.focus();
   }, [name]);
-  useEffect(() => {
+  useLayoutEffect(() => {
     const press = (event) => event.key === "Escape" && close();
     const point = (event) => panel.current && !event.target.closest(".panel, .node, header, .status") && close();
     document.addEventListener("keydown", press);

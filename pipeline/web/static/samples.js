@@ -56,6 +56,18 @@ function Choice({ name, label, value, texts, change }) {
     <select id=${name} class="button" value=${value} onChange=${(event) => change(event.target.value)}>${texts.map(([key, text]) => html`<option key=${key} value=${key}>${text}</option>`)}</select>`;
 }
 
+const LISTED = 200; // steps; of more, one is typed
+
+// A choice of one of the steps that have samples: as a menu, or as a number, of which the nearest step is taken.
+function StepChoice({ name, label, value, steps, first, change }) {
+  if (steps.length <= LISTED) {
+    return html`<${Choice} name=${name} label=${label} value=${value ?? ""} texts=${[...(first ? [["", `${first} …`]] : []), ...steps.map((one) => [one, `${first ? "with " : ""}step ${one + 1}`])]} change=${(one) => change(one === "" ? null : +one)} />`;
+  }
+  const nearest = (typed) => steps.reduce((best, one) => (Math.abs(one + 1 - typed) < Math.abs(best + 1 - typed) ? one : best));
+  return html`<label class="small" for=${name}>${first || label}</label>
+    <input id=${name} class="button" type="number" min="1" max=${steps.at(-1) + 1} placeholder="step" value=${value === null ? "" : value + 1} onChange=${(event) => change(event.target.value === "" ? null : nearest(+event.target.value))} />`;
+}
+
 export function Samples({ run, query }) {
   const [shaded, setShaded] = useState(false);
   const step = query.step ? query.step - 1 : null;
@@ -71,13 +83,13 @@ export function Samples({ run, query }) {
   const at = value.steps.indexOf(value.step);
   return html`<div class="toolbar">
       <button class="button icon" disabled=${at <= 0} onClick=${() => setStep(value.steps[at - 1])} aria-label="Previous step">‹</button>
-      <${Choice} name="step" label="Step" value=${value.step} texts=${value.steps.map((one) => [one, `step ${one + 1}`])} change=${(one) => setStep(+one)} />
+      <${StepChoice} name="step" label="Step" value=${value.step} steps=${value.steps} change=${(one) => one !== null && setStep(one)} />
       <button class="button icon" disabled=${at >= value.steps.length - 1} onClick=${() => setStep(value.steps[at + 1])} aria-label="Next step">›</button>
       <${Choice} name="order" label="Order" value=${query.order || "admitted"} texts=${Object.entries(ORDERS).map(([name, [text]]) => [name, text])} change=${(order) => go({ order })} />
       <${Choice} name="reward" label="Reward" value=${query.reward || "any"} texts=${Object.entries(REWARDS).map(([name, [text]]) => [name, text])} change=${(reward) => go({ reward })} />
       <label class="sr" for="find">Find</label><input id="find" class="button" type="search" placeholder="find in texts" value=${query.find || ""} onInput=${(event) => go({ find: event.target.value }, { keep: true })} />
       ${ends.length > 0 && html`<${Choice} name="end" label="End" value=${query.end || ""} texts=${[["", "any end"], ...ends.map(([name, count]) => [name, `${name} (${count})`])]} change=${(end) => go({ end })} />`}
-      <${Choice} name="against" label="Compare with a step" value=${query.against || ""} texts=${[["", "compare with …"], ...value.steps.filter((one) => one !== value.step).map((one) => [one + 1, `with step ${one + 1}`])]} change=${(against) => go({ against })} />
+      <${StepChoice} name="against" label="Compare with a step" value=${query.against ? query.against - 1 : null} steps=${value.steps.filter((one) => one !== value.step)} first="compare with" change=${(one) => go({ against: one === null ? "" : one + 1 })} />
       ${value.rows.some((row) => row.tokens) && html`<button class="button" aria-pressed=${shaded} onClick=${() => setShaded(!shaded)}>Shade unlikely tokens</button>`}
     </div>
     ${query.against && html`<${Difference} run=${run} step=${value.step} rows=${value.rows} against=${query.against - 1} />`}
