@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from io import BufferedWriter
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 
@@ -366,6 +366,8 @@ TraceEvent = (
 )
 BLOCK = 1 << 16  # bytes per read
 _DECODER = msgspec.json.Decoder(TraceEvent)
+_HEAD = b'{"type":"'  # of a line; its tag follows
+_KINDS: dict[bytes, type] = {str(kind.__struct_config__.tag).encode(): kind for kind in get_args(TraceEvent)}
 
 
 def finite(metrics: dict[str, float]) -> dict[str, float]:
@@ -449,8 +451,24 @@ def read(path: Path, offset: int = 0) -> Iterator[tuple[int, TraceEvent]]:
             if not line.endswith(b"\n"):
                 return
             offset += len(line)
-            try:
-                event = _DECODER.decode(line)
-            except (UnicodeDecodeError, RecursionError):
-                event = decode(line, _DECODER)  # raises a DecodeError that says why
-            yield offset, event
+            yield offset, _decoded(line)
+
+
+def skim(path: Path, offset: int, kinds: frozenset[type]) -> Iterator[tuple[int, TraceEvent | type]]:
+    """Yield the same, but of events of other kinds only their class: their lines are not decoded, which is most of the
+    time of reading."""
+    with path.open("rb") as file:
+        file.seek(offset)
+        for line in file:
+            if not line.endswith(b"\n"):
+                return
+            offset += len(line)
+            kind = _KINDS.get(line[len(_HEAD) : line.find(b'"', len(_HEAD))]) if line.startswith(_HEAD) else None
+            yield offset, _decoded(line) if kind is None or kind in kinds else kind
+
+
+def _decoded(line: bytes) -> TraceEvent:
+    try:
+        return _DECODER.decode(line)
+    except (UnicodeDecodeError, RecursionError):
+        return decode(line, _DECODER)  # raises a DecodeError that says why

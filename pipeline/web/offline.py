@@ -14,6 +14,7 @@ from pipeline.rundir import RunDir
 from pipeline.web import STATIC, pages
 from pipeline.web.tail import Record
 
+LIBRARIES = ("preact-htm.js", "dagre.js")  # the modules among the files of others
 STEPS = 100  # steps whose samples are included, the most recent ones
 POLICY = "default-src 'none'; script-src 'unsafe-inline' data:; style-src 'unsafe-inline'; img-src data:"
 IMPORT = re.compile(r'(from|import) "\./([\w./-]+)"')
@@ -61,7 +62,7 @@ def _events(path: Path) -> Iterator[str]:
 def _modules() -> dict[str, str]:
     """Return every module as a data URL, by import name."""
     found = {}
-    for file in [*STATIC.glob("*.js"), STATIC / "vendor/preact-htm.js"]:
+    for file in [*STATIC.glob("*.js"), *(STATIC / "vendor" / name for name in LIBRARIES)]:
         text = IMPORT.sub(r'\1 "sluice/\2"', file.read_text())
         found[f"sluice/{file.relative_to(STATIC)}"] = _encoded(text.encode(), "text/javascript")
     return found

@@ -19,7 +19,7 @@ Seconds = Callable[[float], float]
 class PageRows(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Lists of rows in record order.
 
-    spans      stage, worker group, worker, step, attempt, start, end, groups
+    spans      stage, worker group, worker, step, attempt, start, end, groups: how many, and which, as in "4-7 9"
     spent      stage, worker group, worker, step, start, names, and a text per episode, as in the record
     turns      worker group, worker, awake, bytes in use at that time, start, end
     steps      step, time of its end, its metrics
@@ -29,7 +29,7 @@ class PageRows(msgspec.Struct, kw_only=True, omit_defaults=True):
     notes      kind, time, text
     """
 
-    spans: list[tuple[str, str, int, int, int, float, float, int]] = []
+    spans: list[tuple[str, str, int, int, int, float, float, int, str]] = []
     spent: list[tuple[str, str, int, int, float, tuple[str, ...], tuple[str, ...]]] = []
     turns: list[tuple[str, int, bool, int, float, float]] = []
     steps: list[tuple[int, float, dict[str, float]]] = []
@@ -50,7 +50,7 @@ def page_rows(
             case trace.Ran() if spans:
                 start_s, end_s = round(seconds(event.start_s), 6), round(seconds(event.end_s), 6)
                 span = (event.stage, event.group, event.worker, event.step, event.attempt, start_s, end_s)
-                made.spans.append((*span, len(event.groups)))
+                made.spans.append((*span, len(event.groups), ranges(event.groups)))
             case trace.Spent() if episodes:
                 of = (event.stage, event.group, event.worker, event.step, round(seconds(event.start_s), 6))
                 made.spent.append((*of, event.names, event.samples))
@@ -72,6 +72,17 @@ def page_rows(
                 if found := _note(event):
                     made.notes.append((found[0], seconds(found[1]), found[2]))
     return made
+
+
+def ranges(groups: Iterable[int]) -> str:
+    """Return the groups as a text of ranges: "4-7 9" for 4, 5, 6, 7 and 9."""
+    ends: list[tuple[int, int]] = []
+    for group in sorted(groups):
+        if ends and group == ends[-1][1] + 1:
+            ends[-1] = (ends[-1][0], group)
+        else:
+            ends.append((group, group))
+    return " ".join(f"{low}-{high}" if high > low else str(low) for low, high in ends)
 
 
 def _note(event: trace.TraceEvent) -> tuple[str, float, str] | None:

@@ -22,8 +22,7 @@ from pipeline.rundir import RunDir
 from pipeline.simulation.hints import hints
 from pipeline.simulation.recording import recording_of
 from pipeline.web import texts
-from pipeline.web.drawing import layout
-from pipeline.web.guard import is_run_name
+from pipeline.web.guard import is_run_name, outward, whole
 from pipeline.web.words import SECTIONS, in_order, words
 
 Query = Mapping[str, str]
@@ -33,6 +32,7 @@ IDLE = 20  # or for this multiple of the time they took to compute
 RECENT_BYTES = 16 << 20  # the end of the record that findings use: about 50,000 events
 SECRET = ("token", "key", "secret", "password")
 RUNS = 500
+READ = ("run.json", "plan.json", "events.jsonl", "metrics.jsonl", "data_plane.json", "samples")  # of a run, by the view
 
 
 def runs(folder: Path) -> list[dict[str, Any]]:
@@ -47,17 +47,16 @@ def runs(folder: Path) -> list[dict[str, Any]]:
             "steps": run.steps,
         }
         for run in list_runs(folder)[:RUNS]
-        if is_run_name(run.path.name) and not run.path.is_symlink()
+        if is_run_name(run.path.name) and not run.path.is_symlink() and outward(run.path, READ) is None
     ]
 
 
 def about(path: Path, query: Query) -> dict[str, Any]:
-    """Return static facts: the plan and its drawing, the run's command, the meaning of its metrics."""
+    """Return static facts: the plan, the run's command, the meaning of its metrics."""
     plan = open_plan(path)
     return {
         "name": path.name,
         "plan": plan,
-        "layout": layout(plan),
         "described": _hidden(run_json(path)),
         "sections": SECTIONS,
         "words": {name: words(name) for name in _metric_names(path)},
@@ -140,9 +139,20 @@ def _advice(path: Path) -> dict[str, Any]:
 def samples(path: Path, query: Query) -> dict[str, Any]:
     """Return the samples of the requested step, or of the last step that has any."""
     there = RunDir(path).sampled_steps()
-    wanted = query.get("step", "")
-    step = int(wanted) if wanted.isdigit() and len(wanted) < 10 else there[-1] if there else -1
+    step = whole(query.get("step", ""))
+    if step is None:
+        step = there[-1] if there else -1
     return {"steps": there, "step": step, "rows": texts.samples(path, step) if step in there else []}
+
+
+def metrics(path: Path, query: Query) -> dict[str, Any]:
+    """Return the metrics of every step, counted from 1, in columns: {"steps": [...], "values": {name: [...]}}."""
+    file = RunDir(path).metrics
+    with of_a_run(file):
+        lines = {line["step"]: line for line in read_metrics(file)}  # of a step that was repeated, the last one
+    steps = sorted(lines)
+    names = {name for line in lines.values() for name in line} - {"step", "version"}
+    return {"steps": steps, "values": {name: [lines[step].get(name) for step in steps] for name in sorted(names)}}
 
 
 def prompts(path: Path, query: Query) -> list[dict[str, Any]]:
@@ -195,4 +205,4 @@ def _page(make: Callable[[Path, Query], Any]) -> Callable[[Path, Query], Any]:
     return page
 
 
-PAGES = {make.__name__: _page(make) for make in (about, findings, advice, samples, prompts, comparison)}
+PAGES = {make.__name__: _page(make) for make in (about, findings, advice, samples, metrics, prompts, comparison)}

@@ -66,7 +66,9 @@ class Server:
         except web.HTTPException as error:
             return _headed(web.Response(status=error.status, text=error.reason))
         except SluiceError as error:
-            return _headed(web.Response(status=404, text="\n".join(map(str, error.problems))))
+            return _headed(web.Response(status=404, text=" ".join(" ".join(map(str, error.problems)).split())))
+        except OSError as error:
+            return _headed(web.Response(status=404, text=f"{error.filename}: it cannot be read: {error.strerror}"))
         return answer if answer.prepared else _headed(answer)
 
     async def _index(self, request: web.Request) -> web.StreamResponse:
@@ -89,6 +91,8 @@ class Server:
         if make is None:
             raise web.HTTPNotFound
         query = {name: request.query[name] for name in ("step", "other") if name in request.query}
+        if guard.whole(query.get("step", "0")) is None:
+            raise web.HTTPBadRequest(reason="step is a number")
         if "other" in query:
             self._path(query["other"])
         return _json(await asyncio.to_thread(make, self._path(request.match_info["run"]), query))
@@ -101,16 +105,23 @@ class Server:
         answer = web.StreamResponse(headers={"Content-Disposition": f'attachment; filename="{path.name}{suffix}"'})
         answer.content_type = content_type
         pieces = await asyncio.to_thread(make, path)
+        piece = await asyncio.to_thread(next, pieces, "")  # what cannot be read is mostly found here
         _headed(answer)
         await answer.prepare(request)
-        while piece := await asyncio.to_thread(next, pieces, ""):
-            await answer.write(piece.encode())
+        try:
+            while piece:
+                await answer.write(piece.encode())
+                piece = await asyncio.to_thread(next, pieces, "")
+        except (SluiceError, OSError):  # a file that ends here must not look complete
+            if request.transport:
+                request.transport.abort()
         return answer
 
     async def _events(self, request: web.Request) -> web.StreamResponse:
         followed = self._followed(self._path(request.match_info["run"]))
         given = request.headers.get("Last-Event-ID", request.query.get("from", "0"))
-        if not given.isdigit() or len(given) > 18:
+        offset = guard.whole(given)
+        if offset is None:
             raise web.HTTPBadRequest(reason="Last-Event-ID is a byte offset")
         if sum(len(one.queues) for one in self._records.values()) >= STREAMS:
             raise web.HTTPServiceUnavailable(reason=f"{STREAMS} pages are open; close one")
@@ -118,9 +129,9 @@ class Server:
         answer = _headed(web.StreamResponse(headers={"Content-Type": "text/event-stream"}))
         await answer.prepare(request)
         try:
-            async for piece in followed.stream(int(given)):
+            async for piece in followed.stream(offset):
                 await answer.write(piece)
-        except (ConnectionResetError, SluiceError):
+        except (OSError, SluiceError):
             pass  # the page disconnected, or the record is damaged from here on
         return answer
 
@@ -129,6 +140,8 @@ class Server:
         path = self._folder / name
         if not guard.is_run_name(name) or path.is_symlink() or not RunDir(path).plan.is_file():
             raise web.HTTPNotFound(reason="there is no such run")
+        if link := guard.outward(path, pages.READ):
+            raise web.HTTPNotFound(reason=f"{link} of this run is a link: it is not followed")
         if not RunDir(path).events.is_file():
             raise web.HTTPNotFound(reason="the run has not started yet")
         return path
@@ -160,6 +173,7 @@ class _Followed:
         if offset > record.offset:
             offset = 0  # the record was truncated or replaced: the page starts from the beginning
             yield _event("again", {}, None)
+        yield _event("now", record.now() | {"loading": True}, None)  # a page shows this while the rows arrive
         while block := await asyncio.to_thread(record.block, offset):
             offset = block.offset
             yield _rows(block)

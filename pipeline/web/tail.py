@@ -4,7 +4,8 @@
     record.advance()                       # new data as a PageBlock; None if there is none
     record.block(0)                        # the rows from byte 0
 
-It keeps only the state in flight (`live.py`), the times of the run's starts, and what was counted up to each block.
+Of what is long ago it decodes only what it needs. It keeps the state in flight (`live.py`), the times of the run's
+starts, and what was counted up to each block.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import os
 from bisect import bisect_right
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 
@@ -25,8 +26,18 @@ from pipeline.web.live import Live, Picture
 from pipeline.web.page_rows import PageRows, Seconds, page_rows
 
 EVENTS = 2000  # per block
+RECENT_BYTES = 4 << 20  # the end of a record that is decoded whole
+LATER = frozenset({trace.Ran, trace.Got, trace.Put})  # of long ago, that leave no trace in the current state
 SPANS = 100_000  # about as many of the last spans are sent to a page,
 EPISODES = 4_000  # and of the last episodes
+Kinds = frozenset[type]
+ALL: Kinds = frozenset(get_args(trace.TraceEvent))
+ROWS: Kinds = frozenset(
+    {
+        *(trace.Ran, trace.Spent, trace.Turned, trace.StepEnded, trace.Published, trace.Trained, trace.Dropped),
+        *(trace.Started, trace.Retried, trace.Checkpointed, trace.Diverged, trace.Stopping, trace.Failed, trace.Ended),
+    }
+)  # that have rows
 
 
 class PageBlock(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,7 +65,11 @@ class Record:
     def read(path: Path) -> Record:
         """Return a record that is read to its end."""
         record = Record(path)
-        while record._next():
+        with of_a_run(RunDir(path).events):
+            recent = RunDir(path).events.stat().st_size - RECENT_BYTES
+        outside = any(stage.shape == "external" for stage in record.plan.stages)  # its puts count as its tasks
+        early = ALL - LATER | ({trace.Put} if outside else frozenset())
+        while record._next(early if record.offset < recent else ALL) is not None:
             pass
         return record
 
@@ -62,48 +77,64 @@ class Record:
         """Read the next block; None if nothing new was written. Raises GraphError for a line that is not an
         event, or whose stage or group is not in the plan."""
         before = self.offset
-        events = self._next()
+        events = self._next(ALL)
         return PageBlock(offset=self.offset, rows=self._rows(before, events)) if events else None
 
-    def _next(self) -> list[tuple[int, trace.TraceEvent]]:
-        """Read the events of the next block, each with the byte where it begins."""
-        behind = self.offset
+    def _next(self, kinds: Kinds) -> list[tuple[int, trace.TraceEvent]] | None:
+        """Read the next block: its events of these kinds, each with the byte where it begins. None at the end."""
+        begin = behind = self.offset
         events: list[tuple[int, trace.TraceEvent]] = []
-        with consistent(self._run_dir.path):
-            for offset, event in self._read(self.offset):
+        spans = episodes = 0
+        with consistent(self._run_dir.path), of_a_run(self._run_dir.events):
+            for offset, event in islice(trace.skim(self._run_dir.events, begin, kinds), EVENTS):
+                if isinstance(event, type):
+                    spans += event is trace.Ran
+                    behind = offset
+                    continue
                 if isinstance(event, trace.Started):
                     self._begin(event, behind)
                 elif isinstance(event, trace.Placed):
                     self._place(event)
+                elif isinstance(event, trace.Spent):
+                    episodes += len(event.samples)
+                spans += isinstance(event, trace.Ran)
                 self._live.apply(event)
                 events.append((behind, event))
                 behind = offset
-        if events:
-            spans = sum(isinstance(event, trace.Ran) for _, event in events)
-            episodes = sum(len(event.samples) for _, event in events if isinstance(event, trace.Spent))
-            self._marks.append((behind, self._marks[-1][1] + spans, self._marks[-1][2] + episodes))
-            self.offset = behind
+        if behind == begin:
+            return None
+        self._marks.append((behind, self._marks[-1][1] + spans, self._marks[-1][2] + episodes))
+        self.offset = behind
         return events
 
     def block(self, offset: int) -> PageBlock | None:
         """Return the rows after a known byte, without spans and episodes that are too old; None at the end."""
-        _, spans, episodes = self._marks[-1]
-        events = []
+        begins = {"spans": self._begins(1, SPANS), "episodes": self._begins(2, EPISODES)}
+        kept = {name: offset >= begin for name, begin in begins.items()}
+        kinds = (
+            ROWS
+            - (frozenset() if kept["spans"] else {trace.Ran})
+            - (frozenset() if kept["episodes"] else {trace.Spent})
+        )
+        until = min((begin for begin in begins.values() if begin > offset), default=self.offset)
+        events: list[tuple[int, trace.TraceEvent]] = []
         behind = offset
-        for at, event in self._read(offset):
-            if at > self.offset:
-                break
-            events.append((behind, event))
-            behind = at
-        if not events:
+        with of_a_run(self._run_dir.events):
+            for at, event in trace.skim(self._run_dir.events, offset, kinds):
+                if at > until or len(events) == EVENTS:
+                    break
+                if not isinstance(event, type):
+                    events.append((behind, event))
+                behind = at
+        if behind == offset:
             return None
-        mark = self._marks[bisect_right(self._marks, (behind, 1 << 62, 0)) - 1]
-        kept = {"spans": spans - mark[1] <= SPANS, "episodes": episodes - mark[2] <= EPISODES}
         return PageBlock(offset=behind, rows=self._rows(offset, events, **kept))
 
-    def _read(self, offset: int) -> list[tuple[int, trace.TraceEvent]]:
-        with of_a_run(self._run_dir.events):
-            return [*islice(trace.read(self._run_dir.events, offset), EVENTS)]
+    def _begins(self, counted: int, most: int) -> int:
+        """Return the last mark after which at least as many spans (1) or episodes (2) follow as a page gets; 0 if there
+        are not that many."""
+        total = self._marks[-1][counted]
+        return self._marks[max(0, bisect_right(self._marks, total - most, key=lambda mark: mark[counted]) - 1)][0]
 
     def picture(self) -> Picture:
         """Return the current state of the run."""

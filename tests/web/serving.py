@@ -5,7 +5,7 @@ from __future__ import annotations
 import http.client
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -16,8 +16,9 @@ START_S = 30.0
 class Served:
     """A running view. `address` is what it printed."""
 
-    def __init__(self, process: subprocess.Popen[str], address: str) -> None:
+    def __init__(self, process: subprocess.Popen[str], address: str, folder: Path) -> None:
         self.process, self.address = process, address
+        self.folder = folder
         self.port = urlsplit(address).port or 0
         self.token = urlsplit(address).query.removeprefix("token=")
         self.cookie = f"sluice_{self.port}={self.token}"
@@ -38,13 +39,13 @@ class Served:
 
 
 @contextmanager
-def serving(folder: Path) -> Iterator[Served]:
-    """Run `python -m pipeline.view FOLDER` until the block ends."""
-    command = [sys.executable, "-m", "pipeline.view", str(folder), "--port", "0", "--no-open"]
+def serving(folder: Path, before: Sequence[str] = ()) -> Iterator[Served]:
+    """Run `python -m pipeline.view FOLDER` until the block ends; the words `before` precede the command."""
+    command = [*before, sys.executable, "-m", "pipeline.view", str(folder), "--port", "0", "--no-open"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     try:
-        yield Served(process, process.stdout.readline().strip())
+        yield Served(process, process.stdout.readline().strip(), folder)
     finally:
         process.terminate()
         assert process.wait(10) == 0

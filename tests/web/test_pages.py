@@ -4,6 +4,8 @@ import os
 import re
 import threading
 import time
+from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -18,7 +20,11 @@ from tests.web.serving import serving
 
 pytestmark = pytest.mark.journal_expected
 PAGES = ("graph", "timeline", "staleness", "metrics", "samples", "compare")
-SIZES = {"desk": {"width": 1280, "height": 720}, "phone": {"width": 390, "height": 844}}
+SIZES = {
+    "desk": {"width": 1280, "height": 720},
+    "phone": {"width": 390, "height": 844},
+    "tablet": {"width": 820, "height": 1180},
+}
 WAIT_MS = 60_000
 
 
@@ -85,13 +91,16 @@ def judge(route, wrong):
         ("phone", "dark"),
         pytest.param("desk", "dark", marks=pytest.mark.search),
         pytest.param("phone", "light", marks=pytest.mark.search),
+        pytest.param("tablet", "light", marks=pytest.mark.search),
+        pytest.param("tablet", "dark", marks=pytest.mark.search),
     ],
 )
 def test_every_page_is_accessible_and_fits(opened, size, theme):
     from axe_playwright_python.sync_playwright import Axe
 
     tab = opened("ahead", size=size, theme=theme)
-    for run, page in (*(("ahead", page) for page in PAGES), ("episodes", "timeline"), ("episodes", "samples")):
+    more = (("episodes", "timeline"), ("episodes", "samples"), ("plain", "graph"))
+    for run, page in (*(("ahead", page) for page in PAGES), *more):
         tab.evaluate(f"location.hash = '#/{run}/{page}'")
         tab.wait_for_selector(f".tabs a[href='#/{run}/{page}'][aria-current=page]", timeout=WAIT_MS)
         tab.wait_for_timeout(400)
@@ -101,13 +110,83 @@ def test_every_page_is_accessible_and_fits(opened, size, theme):
             tab.wait_for_selector(".metric canvas", timeout=WAIT_MS)
         if page == "samples":
             tab.click("text=Shade unlikely tokens")
+        if page == "samples" and run == "ahead":
+            tab.select_option("#against", label="with step 5")
+            tab.wait_for_selector(".differences", timeout=WAIT_MS)
+        if page == "metrics":
+            tab.evaluate("location.hash += '?smooth=0.6&with=plain'")
+            tab.wait_for_selector("ul[aria-label=Runs]", timeout=WAIT_MS)
         if page == "graph":
             tab.wait_for_selector(".hints, .legend", timeout=WAIT_MS)
+        if (run, page) == ("plain", "graph"):
+            tab.evaluate("location.hash += '?stage=rollout'")
+            tab.wait_for_selector(".panel", timeout=WAIT_MS)
         if kept := os.environ.get("SLUICE_ARTEFACTS"):
             tab.screenshot(path=Path(kept) / f"{page}-{size}-{theme}.png", full_page=True)
         found = Axe().run(tab)
         assert not found.response["violations"], (page, found.generate_report())
         assert tab.evaluate("document.documentElement.scrollWidth <= innerWidth"), page
+        assert tab.evaluate(SMALL) == [], page
+        if size == "phone":
+            assert tab.locator("header.top").bounding_box()["height"] < 80
+            assert tab.evaluate("document.querySelector('.tabs').scrollWidth <= innerWidth"), page
+        if page == "graph":
+            graph = tab.locator(".drawing")
+            assert graph.evaluate("one => one.scrollHeight <= one.clientHeight"), size  # it scrolls sideways only
+            if size == "desk":
+                assert graph.evaluate("one => one.scrollWidth <= one.clientWidth")
+
+
+SMALL = """[...document.querySelectorAll('body *')].filter((one) => parseFloat(getComputedStyle(one).fontSize) < 12
+  && [...one.childNodes].some((node) => node.nodeType === 3 && node.data.trim())).map((one) => one.outerHTML)"""
+
+
+def test_a_chart_says_the_values_under_the_pointer_of_several_runs(opened):
+    tab = opened("ahead", "metrics")
+    card = tab.locator("article", has=tab.locator("code", has_text=re.compile("^reward/mean$")))
+    readout = card.locator(".readout")
+    says = "([one, words]) => one.innerText.split(/\\s+/).join(' ') === words"
+
+    def said(words):
+        tab.wait_for_function(says, arg=[readout.element_handle(), words], timeout=WAIT_MS)
+
+    said("step 12 1.100")
+    over = card.locator(".u-over")
+    wide = over.bounding_box()["width"]
+    over.hover(position={"x": wide * 6 / 12, "y": 20})
+    said("step 6 0.500")
+    tab.click("text=Other runs")
+    tab.check("label:has-text('plain') input")
+    tab.wait_for_selector("ul[aria-label=Runs] >> text=plain", timeout=WAIT_MS)
+    tab.keyboard.press("Escape")
+    over.hover(position={"x": wide - 1, "y": 20})
+    said("step 12 ahead 1.100 plain \u2013")
+    tab.mouse.move(0, 0)
+    said("last ahead 1.100 plain 0.500")
+    tab.fill("#smooth", "0.5")
+    tab.wait_for_function("() => location.hash.includes('smooth=0.5')")
+    tab.reload()
+    said("last smoothed ahead 1.000 plain 0.410")  # the steps before weigh half as much each
+
+
+def test_ticks_and_smoothing(opened):
+    chart = "async ([name, ...given]) => (await import('/static/chart.js'))[name](...given)"
+    tab = opened("plain", "metrics")
+
+    def texts(values, each, unit=""):
+        return tab.evaluate(chart, ["tickTexts", values, each, unit])
+
+    assert texts([0, 0.05, 0.1], 0.05) == ["0", "0.05", "0.10"]
+    assert texts([0, 20, 40], 20) == ["0", "20", "40"]
+    assert texts([0.995, 0.9955], 0.0005) == ["0.9950", "0.9955"]
+    assert texts([0, 2e-5], 1e-5) == ["0", "2.0e-5"]
+    assert texts([0, 0.005, 0.01], 0.005, "%") == ["0.0 %", "0.5 %", "1.0 %"]
+    assert texts([0, 1 << 21], 1 << 20, "bytes") == ["0 B", "2.0 MiB"]
+    assert texts([0, 0.5], 0.5, "s") == ["0 s", "0.5 s"]
+    assert tab.evaluate(chart, ["smoothed", [1, None, 3], 0]) == [1, None, 3]
+    assert tab.evaluate(chart, ["smoothed", [1, None, 4], 0.5]) == [1, None, 3]
+    runs = [{"steps": [1, 3], "values": [1, 3]}, {"steps": [2, 3], "values": [20, 30]}]
+    assert tab.evaluate(chart, ["joined", runs]) == [[1, 2, 3], [[1, None, 3], [None, 20, 30]]]
 
 
 @pytest.mark.parametrize(
@@ -129,6 +208,134 @@ def test_every_page_is_accessible_and_fits(opened, size, theme):
 def test_pages_answer_in_words(opened, page, question, answer):
     card = opened("ahead", page).locator("section.card", has_text=question).first
     card.get_by_text(re.compile(answer)).first.wait_for(timeout=WAIT_MS)
+
+
+def test_the_graph_marks_the_critical_path_and_its_share(opened, served):
+    """A pair is drawn on the path if its stages follow each other in at least half of the steps."""
+    found = msgspec.json.decode(served.ask("/api/runs/plain/findings")[2])
+    stages = [span[0] for path in found["paths"] for span in path["spans"] if span[0] != "no stage"]
+    pairs = Counter(f"{a}>{b}" for a, b in pairwise(stages) if a != b)
+    often = {pair for pair, count in pairs.items() if count >= len(found["paths"]) / 2}
+    tab = opened("plain")
+    tab.wait_for_selector(".edge.on", timeout=WAIT_MS)
+    lines = tab.locator(".edge[data-line]").evaluate_all("all => all.map(one => one.dataset.line)")
+    drawn = tab.locator(".edge.on").evaluate_all("all => all.map(one => one.dataset.line)")
+    assert sorted(drawn) == sorted(often & set(lines)) and "train>refit" in drawn
+    width = "one => getComputedStyle(one.querySelector('path')).strokeWidth"
+    assert tab.locator(".edge.on").first.evaluate(width) == "3px"
+    assert tab.locator(".edge:not(.on)").first.evaluate(width) == "1.5px"
+    by_stage = found["report"]["critical_path"]["by_stage"]
+    share = 100 * by_stage["rollout"] / sum(by_stage.values())
+    assert tab.inner_text(".node[data-stage=rollout] .spent b") == f"{share:.0f} %"
+
+
+def test_a_node_opens_its_parts_and_they_lead_to_other_pages_and_back(opened):
+    tab = opened("plain")
+    panel = tab.locator("section[aria-label='Stage rollout']")
+    node = tab.locator(".node[data-stage=rollout]")
+    node.focus()
+    tab.keyboard.press("Enter")
+    panel.wait_for()
+    assert tab.url.endswith("#/plain/graph?stage=rollout")
+    assert "toy.py" in panel.inner_text() and "prompt from prompts" in panel.inner_text()
+    tab.keyboard.press("Escape")
+    panel.wait_for(state="detached")
+    assert node.evaluate("one => one === document.activeElement")
+    for key, stage in (
+        ("ArrowRight", "ref"),
+        ("ArrowUp", "logprobs"),
+        ("ArrowRight", "train"),
+        ("ArrowRight", "refit"),
+    ):
+        tab.keyboard.press(key)
+        assert tab.evaluate("document.activeElement.dataset.stage") == stage, key
+    node.click()
+    panel.wait_for()
+    tab.mouse.click(900, 705)
+    panel.wait_for(state="detached")
+    node.click()
+    tab.reload()
+    panel.wait_for(timeout=WAIT_MS)
+    panel.get_by_role("link", name="prompts").click()
+    tab.locator("section[aria-label='Stage prompts']").wait_for()
+    tab.go_back()
+    panel.wait_for()
+    panel.get_by_role("link", name="step 6", exact=True).first.click()
+    tab.wait_for_selector("p[aria-live]:has-text('rollout, step 6, ')")
+    tab.reload()
+    tab.wait_for_selector("p[aria-live]:has-text('rollout, step 6, ')", timeout=WAIT_MS)
+    tab.click("p[aria-live] >> text=Samples of step 6")
+    tab.wait_for_selector("#step >> nth=0", timeout=WAIT_MS)
+    assert tab.locator("#step").input_value() == "5"
+    tab.locator(".response").first.get_by_role("link", name="Link").click()
+    assert re.search(r"#/plain/samples\?step=6&sample=0+5_g000$", tab.url)
+    tab.reload()
+    tab.wait_for_selector(".response.chosen", timeout=WAIT_MS)
+    tab.locator(".response.chosen").get_by_role("link", name="Timeline").click()
+    tab.wait_for_selector("canvas", timeout=WAIT_MS)
+    assert tab.url.endswith("#/plain/timeline?step=6&find=00000005_g000")
+    assert re.match(r"[1-9]\d* tasks; Enter", tab.inner_text("#seek ~ [role=status]"))
+
+
+def test_the_timeline_stays_in_the_run_and_finds_stages_and_samples(opened, served):
+    tab = opened("plain", "timeline")
+    whole = re.compile(r" 0 µs to .*")
+    tab.focus("canvas")
+    tab.keyboard.press("Home")
+    tab.wait_for_function("() => document.querySelector('canvas').ariaLabel.includes(' 0 µs to ')")
+    (run,) = whole.findall(tab.get_attribute("canvas", "aria-label"))
+    for key in ("-", "-", "ArrowLeft", "ArrowRight"):
+        tab.keyboard.press(key)
+    tab.wait_for_timeout(100)
+    assert whole.findall(tab.get_attribute("canvas", "aria-label")) == [run]
+    view = "async ([view, clock]) => (await import('/static/lanes.js')).bounded(view, clock)"
+    assert tab.evaluate(view, [[-5, 25], 10]) == [0, 10]
+    assert tab.evaluate(view, [[8, 12], 10]) == [6, 10]
+    start, end = tab.evaluate(view, [[5, 5.0001], 10])
+    assert 0.00099 < end - start < 0.00101 and start < 5 < end
+    shows = "p[aria-live]:has-text('{}, step')"
+    events = trace.read(served.folder / "plain" / "events.jsonl")
+    ran = [event for _, event in events if isinstance(event, trace.Ran)]
+    tasks = sum("refi" in event.stage for event in ran)
+    tab.fill("#seek", "refi")
+    tab.wait_for_selector(f"#seek ~ [role=status]:has-text('{tasks} tasks')")
+    tab.press("#seek", "Enter")
+    tab.wait_for_selector(shows.format("refit"))
+    tab.reload()
+    tab.wait_for_selector(shows.format("refit"), timeout=WAIT_MS)
+    assert tab.input_value("#seek") == "refi"
+    tasks = sum(7 in event.groups for event in ran)
+    tab.fill("#seek", "00000007_g001")
+    tab.wait_for_selector(f"#seek ~ [role=status]:has-text('{tasks} tasks')")
+    tab.fill("#seek", "nothing")
+    tab.wait_for_selector("#seek ~ [role=status]:has-text('0 tasks')")
+    tab.press("#seek", "Enter")
+
+
+def test_samples_are_chosen_by_reward_and_compared_with_another_step(opened):
+    tab = opened("hostile", "samples")
+    tab.wait_for_selector(".response", timeout=WAIT_MS)
+    every = tab.locator(".response").count()
+    tab.select_option("#reward", "some")
+    tab.wait_for_function("every => document.querySelectorAll('.response').length < every", arg=every)
+    rewards = tab.locator(".response footer b").all_inner_texts()
+    assert rewards and set(rewards) == {"1"}
+    tab.reload()
+    tab.wait_for_selector(".response", timeout=WAIT_MS)
+    assert tab.locator(".response").count() == len(rewards) and tab.input_value("#reward") == "some"
+    tab.select_option("#against", label="with step 1")
+    card = tab.locator("section.card", has_text="From step 1 to step 2")
+    card.get_by_text("1 prompt in both: mean reward is higher for 0, lower for 0.").wait_for(timeout=WAIT_MS)
+    assert tab.evaluate("window.hit") is None
+    words = "async texts => (await import('/static/difference.js')).compared(...texts)"
+    assert tab.evaluate(words, ["the sum is 4", "the sum is <b>5"]) == [
+        ["both", "the sum is "], ["first", "4"], ["second", "<b>5"],
+    ]  # fmt: skip
+    rows = [{"prompt": "p", "reward": reward, "response": str(reward)} for reward in (0, 1)]
+    both = "async ([a, b]) => (await import('/static/difference.js')).pairs(a, b)"
+    assert tab.evaluate(both, [rows, [rows[1], {"prompt": "q", "reward": 1}]]) == [
+        {"prompt": "p", "before": {"mean": 0.5, "text": "1"}, "after": {"mean": 1, "text": "1"}}
+    ]
 
 
 def test_refits_samples_and_prompts_are_found_where_the_readme_says(opened):
@@ -252,6 +459,16 @@ def test_an_address_that_changes_while_the_page_is_being_built_is_not_missed(bro
     tab.close()
 
 
+def test_an_address_that_cannot_be_shows_the_runs_and_says_so(opened):
+    tab = opened("plain")
+    tab.evaluate("location.hash = '#/%'")
+    tab.wait_for_selector("main [role=alert]:has-text('There is no page at #/%')")
+    tab.wait_for_selector("main table >> text=plain")
+    tab.click("main table >> text=plain")
+    tab.wait_for_selector(".node")
+    assert tab.locator("main [role=alert]").count() == 0
+
+
 def test_a_live_run_is_followed_through_a_reload_to_its_end(browser, tmp_path):
     plan, events = simulated(steps=5)
     third = len(events) // 3
@@ -284,15 +501,17 @@ def test_a_node_says_what_its_open_episodes_wait_for(browser, tmp_path):
         node.locator("text=▶ step 1").wait_for(timeout=WAIT_MS)
         append(run_dir, [trace.OpenSamples(stage="rollout", parts=counts, at_s=1.0)])
         tab.wait_for_selector("[aria-label='rollout: 41 of 64 episodes wait for their environment']", timeout=WAIT_MS)
-        lines = node.locator(".why").all_text_contents()
-        assert lines == ["▶ 41 of 64 episodes wait", "for their environment"]
-        body = node.locator("rect.body").bounding_box()
+        assert node.locator(".why").inner_text() == "▶ 41 of 64 episodes wait for their environment"
+        whole = "all => all.every(one => one.scrollHeight <= one.clientHeight && one.scrollWidth <= one.clientWidth)"
+        assert node.locator(".name, .why").evaluate_all(whole)  # nothing is cut off
+        body = node.bounding_box()
         for line in node.locator(".name, .why").all():
             box = line.bounding_box()
             assert body["x"] < box["x"] and box["x"] + box["width"] < body["x"] + body["width"]
             assert body["y"] < box["y"] and box["y"] + box["height"] < body["y"] + body["height"]
         node.click()
         card = tab.locator("section[aria-label='Stage rollout']")
+        assert tab.locator(".depth[title='8 groups from prompts not yet taken by reward']").inner_text() == "8"
         assert "11 process: waits for a process of its environment" in card.inner_text()
         append(run_dir, events[begun:])
         tab.wait_for_selector("[aria-label='rollout: done']", timeout=WAIT_MS)

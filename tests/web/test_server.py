@@ -1,11 +1,16 @@
 """What the server returns: its own page for GET with the token. All other requests are refused without data."""
 
 import json
+import os
+import shutil
 import subprocess
 import sys
 
 import pytest
+from aiohttp.web import HTTPNotFound
 
+from pipeline.web import pages
+from pipeline.web.server import Server
 from tests.web.folders import run_of
 from tests.web.serving import serving
 
@@ -25,6 +30,8 @@ def served(tmp_path_factory):
     run_of(folder / "run", steps=3)
     (folder / "link").symlink_to(folder / "run")
     (folder / "run" / "outside").symlink_to("/etc")
+    run_of(folder / "linked", steps=1).metrics.unlink()
+    (folder / "linked" / "metrics.jsonl").symlink_to(folder / "run" / "metrics.jsonl")
     with serving(folder) as made:
         yield made
 
@@ -53,13 +60,15 @@ def test_nothing_but_get_is_taken(served, route, method):
     ("headers", "status"),
     [
         ({"Host": "evil.example"}, 421),
-        ({"Host": "127.0.0.1"}, 421),
-        ({"Host": "127.0.0.1:1"}, 421),
+        ({"Host": "evil.example:{port}"}, 421),
+        ({"Host": "localhost.:{port}"}, 421),
+        ({"Host": "127.0.0.1:{port}@evil.example"}, 421),
         ({"Host": "127.0.0.1.evil.example:{port}"}, 421),
         ({"Host": ""}, 421),
         ({"Origin": "http://evil.example"}, 403),
         ({"Origin": "null"}, 403),
         ({"Origin": "http://127.0.0.1:1"}, 403),
+        ({"Origin": "http://localhost:{port}"}, 403),
         ({"Sec_Fetch_Site": "cross-site"}, 403),
         ({"Sec_Fetch_Site": "same-site"}, 403),
         ({"Cookie": ""}, 401),
@@ -93,6 +102,8 @@ def test_the_token_is_exchanged_for_a_cookie_that_scripts_and_other_sites_do_not
         "/static/../server.py", "/static/%2e%2e/server.py", "/static/vendor/../../server.py", "/static//etc/passwd",
         "/api/runs/run/comparison?other=../run", "/api/runs/run/comparison?other=link", "/api/runs/run/export/exe",
         "/api/runs/run/events?from=-1", "/api/runs/run/events?from=" + "9" * 30, "/api/runs/run/events?from=x",
+        "/api/runs/run/events?from=%C2%B2", "/api/runs/run/samples?step=%C2%B2", "/api/runs/run/samples?step=-1",
+        "/api/runs/linked/about", "/api/runs/linked/export/spans", "/api/runs/run/comparison?other=linked",
         "/nothing",
     ],
 )  # fmt: skip
@@ -109,7 +120,7 @@ def test_rows_come_from_the_byte_that_is_asked_for(served):
             lines = ["GET /api/runs/run/events HTTP/1.1", f"Host: 127.0.0.1:{served.port}", f"Cookie: {served.cookie}"]
             stream.sendall("\r\n".join([*lines, f"Last-Event-ID: {last}", "", ""]).encode())
             got = b""
-            while b"event: now" not in got:
+            while got.count(b"event: now") < 2:  # before the rows, and after them
                 got += stream.recv(1 << 16)
         return [int(line[4:]) for line in got.splitlines() if line.startswith(b"id: ")], got
 
@@ -118,6 +129,51 @@ def test_rows_come_from_the_byte_that_is_asked_for(served):
     again, text = events(ids[-1])
     assert not again and b"event: rows" not in text
     assert b"event: again" in events(ids[-1] + 1000)[1]
+
+
+@pytest.mark.parametrize("name", ["run.json", "plan.json", "events.jsonl", "metrics.jsonl", "samples"])
+def test_no_link_in_a_run_is_followed(tmp_path, served, name):
+    """Each is a link to what another run has: a page would show it."""
+    run_of(tmp_path / "run", steps=1)
+    path = tmp_path / "run" / name
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    path.symlink_to(served.folder / "run" / name)
+    with pytest.raises(HTTPNotFound, match=f"{name} of this run is a link"):
+        Server(tmp_path, "token")._path("run")
+    assert pages.runs(tmp_path) == []
+
+
+def test_a_file_that_cannot_be_read_is_named_in_one_line(tmp_path):
+    """Root reads every file, so here it gives that up."""
+    run_of(tmp_path / "run", steps=2)
+    caps = "-dac_override,-dac_read_search"
+    before = ("setpriv", f"--inh-caps={caps}", f"--bounding-set={caps}") if os.geteuid() == 0 else ()
+    with serving(tmp_path, before=before) as served:
+        for name in ("plan.json", "metrics.jsonl", "events.jsonl", "samples", "."):
+            path = tmp_path / "run" / name
+            mode = path.stat().st_mode
+            path.chmod(0)
+            for route in ROUTES[3:]:
+                status, _, body = served.ask(route)
+                assert status in (200, 404) and (status == 200 or b"\n" not in body), (name, route, body)
+                assert status == 404 or name != ".", route
+            path.chmod(mode)
+        assert served.ask(ROUTES[3])[0] == 200
+
+
+def test_a_tunnel_may_have_another_port(served):
+    """As with `ssh -L 9000:127.0.0.1:PORT`."""
+    for host in ("127.0.0.1:9000", "localhost:9000", "[::1]:9000", "127.0.0.1"):
+        status, headers, _ = served.ask(f"/?token={served.token}", Host=host, Cookie="")
+        assert status == 303 and headers["location"] == "/" and served.cookie in headers["set-cookie"]
+        assert served.ask("/api/runs", Host=host, Origin=f"http://{host}")[0] == 200
+    status, _, body = served.ask("/", Host=f"machine:{served.port}")
+    assert status == 421 and f"ssh -L {served.port}:127.0.0.1:{served.port}".encode() in body
+
+
+def test_an_offset_of_other_digits_is_refused(served):
+    status, _, body = served.ask("/api/runs/run/events", Last_Event_ID="\u00b2")
+    assert status == 400 and body == b"Last-Event-ID is a byte offset"
 
 
 def test_the_list_has_the_run_and_no_link(served):

@@ -13,7 +13,7 @@ from pipeline.web import tail
 from pipeline.web.page_rows import PageRows
 from pipeline.web.tail import Record
 from tests.examples import few
-from tests.unit.records import resumed, simulated
+from tests.unit.records import records, resumed, simulated
 from tests.web.folders import append, episodes_of, written
 
 pytestmark = pytest.mark.journal_expected  # simulated records without the files of a real run
@@ -54,6 +54,24 @@ def test_a_page_that_comes_back_has_what_one_has_that_stayed(tmp_path_factory, s
         assert joined([*early, *blocks_from(record, here)]) == joined(stayed) == joined(blocks_from(record, 0))
     finally:
         tail.EVENTS = before
+
+
+@settings(max_examples=few(50), deadline=None)
+@given(record=records(), recent=st.sampled_from([0, 3000, 1 << 20]))
+def test_the_state_is_the_same_if_what_is_long_ago_is_only_skimmed(tmp_path_factory, record, recent):
+    """Only its time may be earlier, if nothing that is decoded is as late as the last task that is not."""
+    run_dir = written(tmp_path_factory.mktemp("run") / "run", *record)
+    whole = Record(run_dir.path)
+    stayed = joined(advanced(whole))
+    before, tail.RECENT_BYTES = tail.RECENT_BYTES, recent
+    try:
+        skimmed = Record.read(run_dir.path)
+    finally:
+        tail.RECENT_BYTES = before
+    now, then = skimmed.picture(), whole.picture()
+    assert skimmed.offset == whole.offset and now.last <= then.last
+    assert msgspec.structs.replace(now, last=then.last) == then
+    assert joined(blocks_from(skimmed, 0)) == stayed
 
 
 def test_what_is_written_later_is_seen_and_half_a_line_is_not(tmp_path):

@@ -1,7 +1,8 @@
 // Routing, and the header and status of all pages.
 
 import { Copy, Empty, html, number, plural, render, seconds, useEffect, useState } from "./ui.js";
-import { offline, only } from "./api.js";
+import { offline } from "./api.js";
+import { address, link } from "./address.js";
 import { Run } from "./store.js";
 import { Runs } from "./runs.js";
 import { Graph } from "./graph.js";
@@ -19,11 +20,6 @@ const STATES = {
   loading: "Loading", running: "Live", finished: "Finished", failed: "Failed", interrupted: "Interrupted", killed: "Killed",
 };
 const LOOKS = { failed: "failed", killed: "failed", interrupted: "silent", running: "running", finished: "finished" };
-
-function address() {
-  const [run, page] = location.hash.replace(/^#\/?/, "").split("/");
-  return { run: decodeURIComponent(run || only), page: page in PAGES ? page : "graph" };
-}
 
 // A browser may block local storage.
 function remembered(name) {
@@ -67,7 +63,7 @@ function Status({ run }) {
   const now = run.now;
   const last = run.steps.length ? run.steps[run.steps.length - 1][2] : {};
   const report = run.findings && run.findings.report;
-  return html`<div class="status" aria-label="State of the run" role="region">
+  return html`<div class="status" aria-label="State of the run" role="region" tabindex="0">
     <span class=${`pill ${LOOKS[run.state] || ""}`} role="status"><i></i>${STATES[run.state]}</span>
     ${now && html`
       <span class="stat"><progress value=${now.step + 1} max=${now.steps} aria-label="Steps done"></progress>
@@ -112,7 +108,7 @@ function Diverged({ run }) {
 
 function Tabs({ run, page }) {
   return html`<nav class="tabs" aria-label="Pages">${Object.keys(PAGES).map((name) => (offline && name === "compare" ? null
-    : html`<a key=${name} href=${`#/${encodeURIComponent(run)}/${name}`} aria-current=${name === page ? "page" : undefined}>${TITLES[name]}</a>`))}</nav>`;
+    : html`<a key=${name} href=${link(run, name)} aria-current=${name === page ? "page" : undefined}>${TITLES[name]}</a>`))}</nav>`;
 }
 
 function App() {
@@ -145,7 +141,7 @@ function App() {
   }, [at.run]);
   useEffect(() => { document.title = at.run ? `${at.run} · ${TITLES[at.page]} · Sluice` : "Sluice"; }, [at.run, at.page]);
   const Page = PAGES[at.page];
-  const ready = run && run.name === at.run && run.about && run.now;
+  const ready = run && run.name === at.run && run.about && run.now && (!run.now.loading || at.page === "graph"); // the others need all rows
   return html`
     <a class="skip" href="#main" onClick=${(event) => { event.preventDefault(); document.getElementById("main").focus(); }}>Skip to content</a>
     <header class="top">
@@ -161,8 +157,8 @@ function App() {
     ${ready && html`<${Status} run=${run} />`}
     <main id="main" tabindex="-1" aria-busy=${!!at.run && !error && !ready}>
       ${error ? html`<div class="alert" role="alert">${error}</div>`
-        : !at.run ? html`<${Runs} />`
-          : ready ? html`<${Trouble} run=${run} /><${Diverged} run=${run} /><${Page} run=${run} />` : html`<${Empty}>Reading the record …<//>`}
+        : !at.run ? html`${at.problem && html`<div class="alert soft" role="alert">${at.problem}</div>`}<${Runs} />`
+          : ready ? html`<${Trouble} run=${run} /><${Diverged} run=${run} /><${Page} run=${run} query=${at.query} />` : html`<${Empty}>Reading the record …<//>`}
     </main>`;
 }
 

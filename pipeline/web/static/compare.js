@@ -33,7 +33,7 @@ function Both({ value, words }) {
       const line = (side) => steps.map((step) => value.metrics[name][step][side]);
       const title = (words[name] || { title: name }).title;
       return html`<article class="card metric" key=${name}><header><h3>${title}</h3><code>${name}</code></header>
-        <${Chart} steps=${steps} series=${[[value.first, "--c0", line("first")], [value.second, "--c1", line("second")]]} label=${`${title} of both runs`} /></article>`;
+        <${Chart} steps=${steps} series=${[[value.first, "--c0", line("first")], [value.second, "--c1", line("second")]]} unit=${(words[name] || { unit: "" }).unit} label=${`${title} of both runs`} /></article>`;
     })}</div>`;
 }
 

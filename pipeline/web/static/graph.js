@@ -1,83 +1,124 @@
-// The graph with the current state of every stage, and next to it what bounds a step and what would help.
+// The graph with the current state of every stage, and below it what bounds a step and what would help.
 
-import { bytes, Card, colourOf, Copy, html, number, percent, plural, seconds, Swatch, useLoaded, useState } from "./ui.js";
+import { bytes, Card, colourOf, Copy, html, number, percent, plural, seconds, Swatch, useLayoutEffect, useLoaded, useMemo, useRef, useState } from "./ui.js";
 import { get } from "./api.js";
+import { go, link } from "./address.js";
 import { SAYS } from "./episodes.js";
+import { drawn } from "./layout.js";
+import { keyOf } from "./lanes.js";
 
 const ICONS = { running: "▶", waiting: "◷", ready: "◔", idle: "○", done: "✓", failed: "✕" };
+const LAST = 5; // number of tasks that a stage lists
 
-export function Graph({ run }) {
-  const [selected, select] = useState(null);
-  return html`<div class="split">
-    <section class="card graph" aria-label="Graph"><${Drawing} run=${run} selected=${selected} select=${select} /></section>
-    <aside>
-      ${selected && html`<${Stage} run=${run} name=${selected} close=${() => select(null)} />`}
-      <${Verdict} run=${run} />
-      <${Hints} run=${run} />
-      <${Idle} run=${run} />
-      <${Episodes} run=${run} />
-    </aside>
-  </div>`;
+export function Graph({ run, query }) {
+  const named = run.about.plan.stages.some((stage) => stage.name === query.stage) ? query.stage : null;
+  const select = (stage) => go({ stage });
+  return html`<section class="card graph" aria-label="Graph"><${Drawing} run=${run} selected=${named} select=${select} /></section>
+    ${named && html`<${Panel} run=${run} name=${named} close=${() => select("")} />`}
+    <div class="columns">
+      <div><${Verdict} run=${run} /></div>
+      <div><${Hints} run=${run} /></div>
+      <div><${Idle} run=${run} /><${Episodes} run=${run} /></div>
+    </div>`;
 }
 
-// A path from box to box in curves that leave and arrive vertically.
-function curve(points, back) {
-  if (back) {
-    const [a, b, c, d] = points;
-    return `M${a} L${b[0] - 10} ${b[1]} Q${b} ${b[0]} ${b[1] - 10} L${c[0]} ${c[1] + 10} Q${c} ${c[0] - 10} ${c[1]} L${d}`;
+// The critical path: seconds by stage, and the pairs of stages that follow each other on it in at least half of the steps.
+function pathOf(run) {
+  const found = run.findings && run.findings.report ? run.findings : null;
+  if (!found) return { stages: {}, total: 0, pairs: new Set() };
+  const counts = new Map();
+  let before = "";
+  for (const [stage] of found.paths.flatMap((path) => path.spans)) {
+    if (stage === "no stage" || stage === before) continue;
+    counts.set(`${before}>${stage}`, (counts.get(`${before}>${stage}`) || 0) + 1);
+    before = stage;
   }
+  const stages = found.report.critical_path.by_stage;
+  const pairs = [...counts].filter(([, count]) => count >= found.paths.length / 2).map(([pair]) => pair);
+  return { stages, total: Object.values(stages).reduce((sum, one) => sum + one, 0), pairs: new Set(pairs) };
+}
+
+// A line with rounded corners.
+function rounded(points) {
   let path = `M${points[0]}`;
-  for (let n = 1; n < points.length; n += 1) {
-    const [[x0, y0], [x1, y1]] = [points[n - 1], points[n]];
-    const middle = (y0 + y1) / 2;
-    path += x0 === x1 ? ` V${y1}` : ` C${x0} ${middle} ${x1} ${middle} ${x1} ${y1}`;
+  for (let n = 1; n < points.length - 1; n += 1) {
+    const [before, at, next] = points.slice(n - 1, n + 2);
+    const near = (to) => {
+      const far = Math.abs(to[0] - at[0]) + Math.abs(to[1] - at[1]);
+      const share = far ? Math.min(6, far / 2) / far : 0;
+      return [at[0] + (to[0] - at[0]) * share, at[1] + (to[1] - at[1]) * share];
+    };
+    path += ` L${near(before)} Q${at} ${near(next)}`;
   }
-  return path;
+  return `${path} L${points.at(-1)}`;
 }
 
-// A text in one or two lines of so many letters, divided between words.
-function twoLines(text, letters) {
-  if (text.length <= letters) return [text];
-  const at = text.lastIndexOf(" ", letters);
-  return at > 0 ? [text.slice(0, at), fit(text.slice(at + 1), letters)] : [fit(text, letters)];
-}
+const place = ({ x, y, w, h }) => ({ left: `${x}px`, top: `${y}px`, width: `${w}px`, height: `${h}px` });
 
-const fit = (text, letters) => (text.length > letters ? `${text.slice(0, letters - 1)}…` : text);
+// The next node in a direction, as the arrow keys go.
+function neighbour(nodes, from, key) {
+  const at = nodes.find((node) => node.stage === from);
+  const [across, sign] = { ArrowRight: [true, 1], ArrowLeft: [true, -1], ArrowDown: [false, 1], ArrowUp: [false, -1] }[key];
+  const far = (node) => {
+    const [dx, dy] = [node.x - at.x, node.y - at.y];
+    const [along, aside] = across ? [sign * dx, Math.abs(dy)] : [sign * dy, Math.abs(dx)];
+    return along > 1 ? along + 2 * aside : Infinity;
+  };
+  const best = nodes.reduce((found, node) => (far(node) < far(found) ? node : found), at);
+  return best.stage;
+}
 
 function Drawing({ run, selected, select }) {
-  const { layout, plan } = run.about;
+  const { plan } = run.about;
+  const holder = useRef(null);
+  const [room, setRoom] = useState(0);
+  useLayoutEffect(() => {
+    const measure = () => setRoom(holder.current.clientWidth);
+    measure();
+    const observer = new ResizeObserver(measure);
+    observer.observe(holder.current);
+    return () => observer.disconnect();
+  }, []);
+  const made = useMemo(() => (room ? drawn(plan, room) : null), [plan, room]);
+  const path = pathOf(run);
   const touches = (line) => selected && (line.writer === selected || line.reader === selected);
-  return html`<svg viewBox=${`0 0 ${layout.width} ${layout.height}`} width=${layout.width} height=${layout.height} role="group" aria-label="Stages and the fields between them">
-    <defs><marker id="arrow" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto-start-reverse"><path class="arrow" d="M0 0 8 4 0 8z" /></marker></defs>
-    ${layout.lines.map((line) => html`<g key=${`${line.writer}>${line.reader}`} class=${`edge ${line.back ? "back" : ""} ${touches(line) ? "lit" : ""}`}>
-      <path d=${curve(line.points, line.back)} marker-end="url(#arrow)" /></g>`)}
-    ${layout.lines.map((line) => html`<${Label} key=${`label ${line.writer}>${line.reader}`} line=${line} lit=${touches(line)} depth=${run.now.depth[`${line.writer}>${line.reader}`] || 0} />`)}
-    ${layout.boxes.map((box) => {
-      const now = run.now.stages[box.stage];
-      const why = twoLines(`${ICONS[now.state]} ${now.why}`, 27);
-      const lift = 8 * (why.length - 1);
-      const press = (event) => (event.key === "Enter" || event.key === " ") && (event.preventDefault(), select(box.stage));
-      return html`<g key=${box.stage} class=${`node ${now.state} ${selected === box.stage ? "selected" : ""}`} tabindex="0" role="button"
-          aria-pressed=${selected === box.stage} aria-label=${`${box.stage}: ${now.why}`} onClick=${() => select(selected === box.stage ? null : box.stage)} onKeyDown=${press}>
-        <rect class="body" x=${box.x} y=${box.y} width=${box.w} height=${box.h} rx="8" />
-        <rect x=${box.x + 8} y=${box.y + 12} width="4" height=${box.h - 24} rx="2" style=${{ fill: colourOf(plan, box.stage) }} />
-        <text class="name" x=${box.x + 20} y=${box.y + 26 - lift}>${fit(box.stage, 17)}</text>
-        <text class="seconds" x=${box.x + box.w - 12} y=${box.y + 26 - lift}>${now.seconds ? seconds(now.seconds) : ""}</text>
-        ${why.map((line, n) => html`<text key=${n} class=${`why ${now.state}`} x=${box.x + 20} y=${box.y + 47 - lift + 16 * n}>${line}</text>`)}
-      </g>`;
-    })}
-  </svg>`;
+  const on = (line) => path.pairs.has(`${line.writer}>${line.reader}`);
+  const press = (event, stage) => {
+    if (!event.key.startsWith("Arrow")) return;
+    event.preventDefault();
+    holder.current.querySelector(`[data-stage="${CSS.escape(neighbour(made.nodes, stage, event.key))}"]`).focus();
+  };
+  return html`<div class="drawing" ref=${holder}>${made && html`<div class=${`plane ${made.wide < 130 ? "narrow" : ""}`} style=${{ width: `${made.width}px`, height: `${made.height}px` }}>
+    ${[...made.groups, ...made.servers].map((group) => html`<div key=${group.name} class=${`group ${group.serves ? "server" : ""}`} style=${place(group)}>
+      <span class="title" title=${group.title}>${group.title}</span>${group.serves && html`<span class="dim">serves ${group.serves.join(", ")}</span>`}</div>`)}
+    <svg width=${made.width} height=${made.height} aria-hidden="true">
+      <defs>${["", "on", "lit"].map((kind) => html`<marker id=${`arrow${kind}`} viewBox="0 0 8 8" refX="7" refY="4" markerWidth="8" markerHeight="8" markerUnits="userSpaceOnUse" orient="auto"><path class=${`arrow ${kind}`} d="M0 0 8 4 0 8z" /></marker>`)}</defs>
+      ${[...made.lines].sort((a, b) => on(a) - on(b)).map((line) => html`<g key=${`${line.writer}>${line.reader}`} data-line=${`${line.writer}>${line.reader}`} class=${`edge ${line.back ? "back" : ""} ${line.serves ? "serves" : ""} ${on(line) ? "on" : ""} ${touches(line) ? "lit" : ""}`}>
+        ${line.fields.length > 0 && html`<title>${line.fields.join(", ")}</title>`}
+        <path d=${rounded(line.points)} marker-end=${line.serves ? undefined : `url(#arrow${touches(line) ? "lit" : on(line) ? "on" : ""})`} /></g>`)}
+    </svg>
+    ${made.lines.map((line) => html`<${Depth} key=${`${line.writer}>${line.reader}`} line=${line} depth=${run.now.depth[`${line.writer}>${line.reader}`] || 0} />`)}
+    ${made.nodes.map((node) => html`<${Node} key=${node.stage} node=${node} run=${run} path=${path} selected=${selected === node.stage} select=${select} press=${press} />`)}
+  </div>`}</div>`;
 }
 
-function Label({ line, lit, depth }) {
-  const y = line.label_y;
-  const right = line.label_x + line.label_w / 2;
-  return html`<g class=${`edge ${lit ? "lit" : ""}`}><title>${line.fields.join(", ")}</title>
-    <rect x=${line.label_x - line.label_w / 2} y=${y - 10} width=${line.label_w} height="20" rx="10" />
-    <text x=${line.label_x} y=${y + 4}>${line.label}</text>
-    ${depth > 0 && html`<g class="depth"><rect x=${right - 4} y=${y - 17} width=${12 + 7 * String(depth).length} height="16" rx="8" />
-      <text x=${right + 2 + 3.5 * String(depth).length} y=${y - 5}>${depth}</text></g>`}
-  </g>`;
+// The groups that lie on a line: its writer has finished them and its reader has not started.
+function Depth({ line, depth }) {
+  const [x, y] = line.points.at(-1);
+  return depth > 0 && html`<span class="depth" style=${{ left: `${x - 9}px`, top: `${y}px` }} title=${`${plural(depth, "group")} from ${line.writer} not yet taken by ${line.reader}`}>${depth}</span>`;
+}
+
+function Node({ node, run, path, selected, select, press }) {
+  const stage = run.about.plan.stages.find((one) => one.name === node.stage);
+  const now = run.now.stages[node.stage];
+  const share = path.total ? (path.stages[node.stage] || 0) / path.total : 0;
+  return html`<button class=${`node ${now.state} ${selected ? "selected" : ""} ${share >= 0.005 ? "on" : ""}`} style=${{ ...place(node), "--of": colourOf(run.about.plan, node.stage) }} data-stage=${node.stage}
+      aria-pressed=${selected} aria-label=${`${node.stage}: ${now.why}`} onClick=${() => select(selected ? "" : node.stage)} onKeyDown=${(event) => press(event, node.stage)}>
+    <span class="name" title=${node.stage}>${node.stage}</span>
+    <span class=${`why ${now.state}`}>${ICONS[now.state]} ${now.why}</span>
+    <span class="spent" title="Seconds of its tasks in the last step; its share of the critical path"><span>${now.seconds ? seconds(now.seconds) : ""}</span>${share >= 0.005 && html`<b>${percent(share)}</b>`}</span>
+    ${stage.writes.length > 0 && html`<span class="writes" title=${`writes ${stage.writes.join(", ")}`}>→ ${stage.writes[0]}${stage.writes.length > 1 ? ` +${stage.writes.length - 1}` : ""}</span>`}
+  </button>`;
 }
 
 export function Verdict({ run }) {
@@ -150,14 +191,40 @@ function clearedAfter(run, field) {
   return `in ${partition.name}, cleared after ${partition.holders.length ? partition.last_readers.join(" and ") : "every stage"}`;
 }
 
+// What is known of a stage, beside its node. Esc and a click elsewhere close it; the focus goes back to the node.
+function Panel({ run, name, close }) {
+  const panel = useRef(null);
+  useLayoutEffect(() => {
+    panel.current.focus();
+    return () => document.querySelector(`[data-stage="${CSS.escape(name)}"]`)?.focus();
+  }, [name]);
+  useLayoutEffect(() => {
+    const press = (event) => event.key === "Escape" && close();
+    const point = (event) => panel.current && !event.target.closest(".panel, .node, header, .status") && close();
+    document.addEventListener("keydown", press);
+    document.addEventListener("pointerdown", point);
+    return () => { document.removeEventListener("keydown", press); document.removeEventListener("pointerdown", point); };
+  });
+  const { stages } = run.about.plan;
+  const late = stages.find((one) => one.name === name).layer > Math.max(...stages.map((one) => one.layer)) / 2;
+  return html`<div class=${`panel ${late ? "left" : ""}`} ref=${panel} tabindex="-1"><${Stage} run=${run} name=${name} close=${close} /></div>`;
+}
+
+const To = ({ run, stage }) => html`<a href=${link(run.name, "graph", { stage })}>${stage}</a>`;
+
 function Stage({ run, name, close }) {
-  const stage = run.about.plan.stages.find((one) => one.name === name);
+  const { plan } = run.about;
+  const stage = plan.stages.find((one) => one.name === name);
   const now = run.now.stages[name];
-  const reads = run.about.plan.edges.filter((edge) => edge.reader === name);
+  const reads = plan.edges.filter((edge) => edge.reader === name);
+  const readersOf = (field) => plan.edges.filter((edge) => edge.field === field).map((edge) => edge.reader);
   const path = run.findings && run.findings.report ? run.findings.report.critical_path.by_stage[name] : undefined;
   const spare = run.findings && run.findings.slack ? run.findings.slack[name] : undefined;
   const served = stage.shape === "transfer" && run.published.length ? run.published[run.published.length - 1] : null;
-  return html`<section class="card" aria-label=${`Stage ${name}`}><div class="toolbar"><h2>${name}</h2><span class="grow"></span><button class="button quiet small" onClick=${close}>Close</button></div>
+  const tasks = run.spans.filter((span) => span[0] === name).slice(-LAST).reverse();
+  const metrics = run.steps.length ? Object.keys(run.steps[run.steps.length - 1][2]).some((metric) => metric.startsWith(`${name}/`)) : false;
+  return html`<section class="card" aria-label=${`Stage ${name}`}><div class="toolbar"><${Swatch} colour=${colourOf(plan, name)} /><h2>${name}</h2><span class="grow"></span><button class="button quiet small" onClick=${close}>Close</button></div>
+    <p class="goto"><a href=${link(run.name, "timeline", { find: name })}>Timeline</a>${now.step >= 0 && html`<a href=${link(run.name, "samples", { step: now.step + 1 })}>Samples of step ${now.step + 1}</a>`}${metrics && html`<a href=${link(run.name, "metrics", { show: `${name}/` })}>Metrics</a>`}</p>
     <dl class="facts">
       <dt>Now</dt><dd>${now.why}${Object.entries(now.open || {}).map(([part, count]) => html`<div key=${part} class="dim">${count} ${part}${SAYS[part] ? `: ${SAYS[part]}` : ""}</div>`)}</dd>
       <dt>Last step</dt><dd>${now.step < -1 ? "none yet" : now.step < 0 ? "before the first" : now.step + 1}${now.seconds ? `, ${seconds(now.seconds)}` : ""}</dd>
@@ -166,8 +233,9 @@ function Stage({ run, name, close }) {
       ${served && html`<dt>Served</dt><dd>version ${served[1]}, ${seconds(Math.max(0, run.clock - served[3]))} ago <br /><code>${served[2].slice(0, 16)}</code></dd>`}
       <dt>Stage</dt><dd>${stage.kind}, ${stage.shape}, per ${stage.per}</dd>
       <dt>Runs on</dt><dd>${stage.groups.join(" → ") || "outside"}${actorsOf(run, stage).map((actor) => html`<div key=${actor.group + actor.worker} class="dim">${actor.group}.${actor.worker}: process ${actor.pid}, ${actor.node}</div>`)}</dd>
-      <dt>Reads</dt><dd>${reads.length ? reads.map((edge) => html`<div key=${edge.field}><code>${edge.field}</code> <span class="dim">from ${edge.writer}${volume(run, edge)}</span></div>`) : "nothing"}</dd>
-      <dt>Writes</dt><dd>${stage.writes.length ? stage.writes.map((field) => html`<div key=${field}><code>${field}</code> <span class="dim">${clearedAfter(run, field)}</span></div>`) : "nothing"}</dd>
-      <dt>Declared</dt><dd class="mono">${stage.where}</dd>
-    </dl></section>`;
+      <dt>Reads</dt><dd>${reads.length ? reads.map((edge) => html`<div key=${edge.field}><code>${edge.field}</code> <span class="dim">from </span><${To} run=${run} stage=${edge.writer} /><span class="dim">${volume(run, edge)}</span></div>`) : "nothing"}</dd>
+      <dt>Writes</dt><dd>${stage.writes.length ? stage.writes.map((field) => html`<div key=${field}><code>${field}</code> ${readersOf(field).length > 0 && html`<span class="dim">for </span>${readersOf(field).map((reader, n) => html`${n ? ", " : ""}<${To} key=${reader} run=${run} stage=${reader} />`)}`} <div class="dim">${clearedAfter(run, field)}</div></div>`) : "nothing"}</dd>
+      <dt>Tasks</dt><dd>${tasks.length ? tasks.map((span) => html`<div key=${keyOf(span)}><a href=${link(run.name, "timeline", { find: name, span: keyOf(span) })}>step ${span[3] + 1}</a> <span class="dim">${span[1]}.${span[2]}, ${seconds(span[6] - span[5])}</span></div>`) : "none yet"}</dd>
+    </dl>
+    <h3>Declared</h3><${Copy} text=${stage.where} /></section>`;
 }

@@ -7,6 +7,38 @@ const LARGE = { bar: 18, gap: 2, space: 10, label: true };
 const TALL = 2400; // pixels; if the lanes do not fit, they are drawn as thin lines with one name per group
 const STRIP = 44; // pixels of the open episodes below the tasks of their worker
 export const GUTTER = 128;
+const LINE_GAP = 4; // pixels between two steps that both get a line
+const CROWDED = 1; // spans per pixel from which on only their shares are drawn
+
+// Names a span in an address: stage, group, worker, and its start.
+export const keyOf = (span) => [span[0], span[1], span[2], span[5].toFixed(6)].join("-");
+
+// A view within the run, and not shorter than a millisecond.
+const LEAST_S = 1e-3;
+
+export function bounded([start, end], clock) {
+  const whole = Math.max(clock, LEAST_S);
+  const wide = Math.min(Math.max(end - start, LEAST_S), whole);
+  const from = Math.min(Math.max((start + end - wide) / 2, 0), whole - wide);
+  return [from, from + wide];
+}
+
+// Whether a text of ranges, such as "4-7 9", has a number.
+function within(ranges, number) {
+  return ranges.split(" ").some((range) => {
+    const [low, high = low] = range.split("-");
+    return number >= +low && number <= +high;
+  });
+}
+
+// A test of spans: of a stage whose name has the text, or with the group of a sample, such as 00000012_g003 or 12.
+export function finder(text, plan) {
+  const wanted = text.trim().toLowerCase();
+  if (!wanted) return null;
+  if (/^\d+(_g\d+)?$/.test(wanted)) return (span) => within(span[8], parseInt(wanted, 10));
+  const names = new Set(plan.stages.map((stage) => stage.name).filter((name) => name.toLowerCase().includes(wanted)));
+  return (span) => names.has(span[0]);
+}
 
 // Lanes in the order of the plan, each with rows of spans sorted by start.
 export function arrange(plan, spans, spent = []) {
@@ -109,7 +141,7 @@ const clock = (at, step) => (step >= 1 ? `${Math.round(at)} s` : `${at.toFixed(M
 
 // Draws everything; `look` has the colors of the theme.
 export function draw(canvas, made, scene, look) {
-  const { view, steps, tasks, clock: now, paths, chosen } = scene;
+  const { view, steps, tasks, clock: now, paths, chosen, wanted } = scene;
   const ratio = window.devicePixelRatio || 1;
   const width = canvas.clientWidth;
   if (canvas.width !== Math.round(width * ratio) || canvas.height !== Math.round(made.height * ratio)) {
@@ -120,7 +152,7 @@ export function draw(canvas, made, scene, look) {
   const context = canvas.getContext("2d");
   context.setTransform(ratio, 0, 0, ratio, 0, 0);
   context.clearRect(0, 0, width, made.height);
-  context.font = `11px ${look.font}`;
+  context.font = `12px ${look.font}`;
   context.textBaseline = "middle";
   const scale = (width - GUTTER) / (view[1] - view[0]);
   const x = (at) => GUTTER + (at - view[0]) * scale;
@@ -142,15 +174,21 @@ export function draw(canvas, made, scene, look) {
   context.fillStyle = look.dim;
   let free = -Infinity;
   for (const [at, step] of ticks(view, width)) {
-    context.fillText(clock(at, step), x(at) + 2, 8);
+    const text = clock(at, step);
+    context.fillText(text, Math.min(x(at) + 2, width - context.measureText(text).width - 2), 8);
     context.fillStyle = look.line;
     context.fillRect(x(at), 0, 1, 14);
     context.fillStyle = look.dim;
   }
+  let drawn = -Infinity;
   for (const [number, at] of steps) {
     if (at < view[0] || at > view[1]) continue;
-    context.fillStyle = look.strong;
-    context.fillRect(Math.round(x(at)), 16, 1, made.height);
+    if (x(at) - drawn >= LINE_GAP) {
+      drawn = x(at);
+      context.fillStyle = look.strong;
+      context.fillRect(Math.round(drawn), 16, 1, made.height);
+    }
+    if (x(at) - free < 44) continue;
     const text = `step ${number + 1}`;
     const wide = context.measureText(text).width;
     if (x(at) - wide - 4 > free) {
@@ -160,7 +198,7 @@ export function draw(canvas, made, scene, look) {
     }
   }
   for (const lane of made.lanes) {
-    lane.rows.forEach((row, place) => bars(context, row.spans, lane.y + place * (made.size.bar + made.size.gap) + 1, { view, x, look, chosen, bar: made.size.bar }));
+    lane.rows.forEach((row, place) => bars(context, row.spans, lane.y + place * (made.size.bar + made.size.gap) + 1, { view, x, look, chosen, wanted, width, bar: made.size.bar }));
   }
   for (const lane of made.lanes) if (lane.height > lane.tasks) strip(context, lane, { view, x, look, width });
   for (const task of tasks) running(context, made, task, Math.max(now, task.start), { x, look });
@@ -184,13 +222,15 @@ function strip(context, lane, { view, x, look, width }) {
   }
 }
 
-function bars(context, spans, y, { view, x, look, chosen, bar }) {
+function bars(context, spans, y, scene) {
+  const { view, x, look, chosen, wanted, bar } = scene;
+  if (first(spans, view[1]) - first(spans, view[0]) > CROWDED * (scene.width - GUTTER)) { shares(context, spans, y, scene); return; }
   let last = -1, lastColour = "";
   for (let n = first(spans, view[0]); n < spans.length && spans[n][5] <= view[1]; n += 1) {
     const span = spans[n];
     const left = x(span[5]);
     const wide = Math.max(1, x(span[6]) - left);
-    const colour = look.stage(span[0]);
+    const colour = !wanted || wanted(span) ? look.stage(span[0]) : look.line;
     if (wide <= 1.5 && Math.floor(left) === last && colour === lastColour) continue; // the same pixel
     last = Math.floor(left);
     lastColour = colour;
@@ -199,13 +239,38 @@ function bars(context, spans, y, { view, x, look, chosen, bar }) {
     const from = Math.max(left, GUTTER);
     const room = Math.min(left + wide, x(view[1])) - from - 8;
     if (room > 24 && bar >= 12) {
-      context.fillStyle = look.onColour;
+      context.fillStyle = colour === look.line ? look.dim : look.onColour;
       context.fillText(fitted(context, span[0], room), from + 4, y + bar / 2 + 0.5);
     }
     if (span === chosen) {
       context.strokeStyle = look.text;
       context.lineWidth = 2;
       context.strokeRect(left, y, wide, bar);
+    }
+  }
+}
+
+// Of more spans than pixels: what share of each pixel every stage took, from bottom to top.
+function shares(context, spans, y, { view, x, look, wanted, width, bar }) {
+  const pixels = new Map(); // pixel -> {color: seconds}
+  const each = (view[1] - view[0]) / (width - GUTTER);
+  for (let n = first(spans, view[0]); n < spans.length && spans[n][5] <= view[1]; n += 1) {
+    const span = spans[n];
+    const colour = !wanted || wanted(span) ? look.stage(span[0]) : look.line;
+    for (let pixel = Math.max(GUTTER, Math.floor(x(span[5]))); pixel <= Math.min(width, x(span[6])); pixel += 1) {
+      const from = view[0] + (pixel - GUTTER) * each;
+      const spent = Math.min(span[6], from + each) - Math.max(span[5], from);
+      if (!pixels.has(pixel)) pixels.set(pixel, {});
+      pixels.get(pixel)[colour] = (pixels.get(pixel)[colour] || 0) + spent;
+    }
+  }
+  for (const [pixel, all] of pixels) {
+    let bottom = y + bar;
+    for (const colour of Object.keys(all).sort()) {
+      const height = bar * Math.min(1, all[colour] / each);
+      context.fillStyle = colour;
+      context.fillRect(pixel, Math.max(y, bottom - height), 1, Math.min(height, bottom - y));
+      bottom -= height;
     }
   }
 }

@@ -1,7 +1,9 @@
 // Prompts and responses: the groups of a step, and the prompts that never get a reward.
 
-import { Card, Empty, html, number, percent, plural, useLoaded, useState } from "./ui.js";
+import { Card, Empty, html, number, percent, plural, useEffect, useLoaded, useState } from "./ui.js";
 import { get } from "./api.js";
+import { go, link } from "./address.js";
+import { Difference } from "./difference.js";
 
 const ORDERS = {
   admitted: ["as admitted", () => 0],
@@ -29,36 +31,70 @@ function endsOf(rows) {
   return [...counts].sort((a, b) => b[1] - a[1]);
 }
 
-export function Samples({ run }) {
-  const [step, setStep] = useState(null);
-  const [order, setOrder] = useState("admitted");
-  const [filter, setFilter] = useState("");
+// The rewards that a sample may have to be shown, by the name of the choice.
+const REWARDS = {
+  any: ["any reward", () => true],
+  none: ["reward 0 or less", (row) => row.reward <= 0],
+  some: ["reward above 0", (row) => row.reward > 0],
+  low: ["below the mean of its group", (row, group) => row.reward < group.mean],
+  high: ["above the mean of its group", (row, group) => row.reward > group.mean],
+};
+
+// What all choices of the address leave of the samples of a step, in groups.
+export function chosenOf(rows, query) {
+  const [, wanted] = REWARDS[query.reward] || REWARDS.any;
+  const text = (query.find || "").toLowerCase();
+  const ends = endsOf(rows).map(([name]) => name);
+  return grouped(rows)
+    .map((group) => ({ ...group, members: group.members.filter((row) => wanted(row, group) && (!ends.includes(query.end) || kindOf(row) === query.end)) }))
+    .filter((group) => group.members.some((row) => JSON.stringify(row).toLowerCase().includes(text)))
+    .sort((ORDERS[query.order] || ORDERS.admitted)[1]);
+}
+
+function Choice({ name, label, value, texts, change }) {
+  return html`<label class="sr" for=${name}>${label}</label>
+    <select id=${name} class="button" value=${value} onChange=${(event) => change(event.target.value)}>${texts.map(([key, text]) => html`<option key=${key} value=${key}>${text}</option>`)}</select>`;
+}
+
+const LISTED = 200; // steps; of more, one is typed
+
+// A choice of one of the steps that have samples: as a menu, or as a number, of which the nearest step is taken.
+function StepChoice({ name, label, value, steps, first, change }) {
+  if (steps.length <= LISTED) {
+    return html`<${Choice} name=${name} label=${label} value=${value ?? ""} texts=${[...(first ? [["", `${first} …`]] : []), ...steps.map((one) => [one, `${first ? "with " : ""}step ${one + 1}`])]} change=${(one) => change(one === "" ? null : +one)} />`;
+  }
+  const nearest = (typed) => steps.reduce((best, one) => (Math.abs(one + 1 - typed) < Math.abs(best + 1 - typed) ? one : best));
+  return html`<label class="small" for=${name}>${first || label}</label>
+    <input id=${name} class="button" type="number" min="1" max=${steps.at(-1) + 1} placeholder="step" value=${value === null ? "" : value + 1} onChange=${(event) => change(event.target.value === "" ? null : nearest(+event.target.value))} />`;
+}
+
+export function Samples({ run, query }) {
   const [shaded, setShaded] = useState(false);
-  const [end, setEnd] = useState("");
+  const step = query.step ? query.step - 1 : null;
   const when = step === null ? run.now.step : "chosen";
   const { value, error } = useLoaded(() => get(`runs/${run.name}/samples${step === null ? "" : `?step=${step}`}`), [run.name, step, when]);
+  useEffect(() => { document.querySelector(".response.chosen")?.scrollIntoView({ block: "center", inline: "center" }); }, [query.sample, value]);
   if (error) return html`<div class="alert" role="alert">${error}</div>`;
   if (!value) return html`<${Empty}>Reading samples …<//>`;
   if (!value.steps.length) return html`<${Empty}>No samples were kept yet. A step keeps some groups of its batch: Schedule(keep_groups=...).<//>`;
+  const setStep = (one) => go({ step: one + 1, sample: "" });
   const ends = endsOf(value.rows);
-  const chosen = ends.some(([name]) => name === end) ? value.rows.filter((row) => kindOf(row) === end) : value.rows;
-  const wanted = grouped(chosen).filter((group) => group.members.some((row) => JSON.stringify(row).toLowerCase().includes(filter.toLowerCase())));
-  const ordered = wanted.sort(ORDERS[order][1]);
+  const groups = chosenOf(value.rows, query);
   const at = value.steps.indexOf(value.step);
   return html`<div class="toolbar">
       <button class="button icon" disabled=${at <= 0} onClick=${() => setStep(value.steps[at - 1])} aria-label="Previous step">‹</button>
-      <label class="sr" for="step">Step</label>
-      <select id="step" class="button" value=${value.step} onChange=${(event) => setStep(+event.target.value)}>${value.steps.map((one) => html`<option key=${one} value=${one}>step ${one + 1}</option>`)}</select>
+      <${StepChoice} name="step" label="Step" value=${value.step} steps=${value.steps} change=${(one) => one !== null && setStep(one)} />
       <button class="button icon" disabled=${at >= value.steps.length - 1} onClick=${() => setStep(value.steps[at + 1])} aria-label="Next step">›</button>
-      <label class="sr" for="order">Order</label>
-      <select id="order" class="button" value=${order} onChange=${(event) => setOrder(event.target.value)}>${Object.entries(ORDERS).map(([name, [text]]) => html`<option key=${name} value=${name}>${text}</option>`)}</select>
-      <label class="sr" for="find">Find</label><input id="find" class="button" type="search" placeholder="find in texts" value=${filter} onInput=${(event) => setFilter(event.target.value)} />
-      ${ends.length > 0 && html`<label class="sr" for="end">End</label>
-        <select id="end" class="button" value=${end} onChange=${(event) => setEnd(event.target.value)}><option value="">any end</option>${ends.map(([name, count]) => html`<option key=${name} value=${name}>${name} (${count})</option>`)}</select>`}
+      <${Choice} name="order" label="Order" value=${query.order || "admitted"} texts=${Object.entries(ORDERS).map(([name, [text]]) => [name, text])} change=${(order) => go({ order })} />
+      <${Choice} name="reward" label="Reward" value=${query.reward || "any"} texts=${Object.entries(REWARDS).map(([name, [text]]) => [name, text])} change=${(reward) => go({ reward })} />
+      <label class="sr" for="find">Find</label><input id="find" class="button" type="search" placeholder="find in texts" value=${query.find || ""} onInput=${(event) => go({ find: event.target.value }, { keep: true })} />
+      ${ends.length > 0 && html`<${Choice} name="end" label="End" value=${query.end || ""} texts=${[["", "any end"], ...ends.map(([name, count]) => [name, `${name} (${count})`])]} change=${(end) => go({ end })} />`}
+      <${StepChoice} name="against" label="Compare with a step" value=${query.against ? query.against - 1 : null} steps=${value.steps.filter((one) => one !== value.step)} first="compare with" change=${(one) => go({ against: one === null ? "" : one + 1 })} />
       ${value.rows.some((row) => row.tokens) && html`<button class="button" aria-pressed=${shaded} onClick=${() => setShaded(!shaded)}>Shade unlikely tokens</button>`}
     </div>
+    ${query.against && html`<${Difference} run=${run} step=${value.step} rows=${value.rows} against=${query.against - 1} />`}
     ${shaded && html`<p class="small dim legendline">The stronger a token is marked, the less likely it was when it was sampled: fully at <span class="token" style=${{ "--shade": "100%" }}>1 %</span> or less.</p>`}
-    ${ordered.length ? ordered.map((group) => html`<${Group} key=${group.name} group=${group} shaded=${shaded} />`) : html`<${Empty}>No sample of this step has that text.<//>`}
+    ${groups.length ? groups.map((group) => html`<${Group} key=${group.name} run=${run} group=${group} shaded=${shaded} chosen=${query.sample} />`) : html`<${Empty}>No sample of this step is like that.<//>`}
     <${Prompts} run=${run} />`;
 }
 
@@ -91,16 +127,17 @@ function Response({ row, shaded }) {
   return html`<p class="text" tabindex="0">${row.response === undefined ? "" : String(row.response) || "(empty)"}</p>`;
 }
 
-function Group({ group, shaded }) {
+function Group({ run, group, shaded, chosen }) {
   const [first] = group.members;
   return html`<section class="card" aria-label=${`Group ${+group.name}`}>
     <div class="toolbar"><h2>Group ${+group.name}</h2><span class="dim">mean reward ${number(group.mean)}, ${plural(group.members.length, "sample")}</span></div>
     ${first.prompt !== undefined && html`<p class="text">${String(first.prompt)}</p>`}
     ${first.answer !== undefined && html`<p class="small dim wrap">Answer: <code>${String(first.answer)}</code></p>`}
-    <div class="responses" tabindex="0" role="group" aria-label="Responses">${group.members.map((row) => html`<article key=${row.key} class=${`response ${row.advantage > 0 ? "up" : row.advantage < 0 ? "down" : ""}`}>
+    <div class="responses" tabindex="0" role="group" aria-label="Responses">${group.members.map((row) => html`<article key=${row.key} class=${`response ${row.advantage > 0 ? "up" : row.advantage < 0 ? "down" : ""} ${row.key === chosen ? "chosen" : ""}`}>
       <${Response} row=${row} shaded=${shaded} />
       <footer><span>reward <b>${number(row.reward)}</b></span>${row.advantage !== undefined && html`<span>advantage <b>${row.advantage > 0 ? "+" : ""}${number(row.advantage)}</b></span>`}${row.end !== undefined && html`<span class="wrap">end <strong>${row.end}</strong></span>`}</footer>
       <p class="small dim">version ${row.version}${row.truncated ? ", truncated" : ""}${row.turn_ends ? `, ${plural(row.turn_ends.length, "turn")}` : ""}${Object.keys(row).filter((name) => !PLAIN.has(name)).map((name) => html`<br key=${name} /><span class="wrap">${name}: ${String(row[name])}</span>`)}</p>
+      <p class="goto small"><a href=${link(run.name, "samples", { step: row.step + 1, sample: row.key })}>Link</a><a href=${link(run.name, "timeline", { step: row.step + 1, find: row.key })}>Timeline</a></p>
     </article>`)}</div></section>`;
 }
 

@@ -1,7 +1,8 @@
 // The tasks of every worker over time, and the critical path. Drag or arrow keys move; Ctrl and wheel, + and - zoom.
 
-import { Card, colourOf, html, number, seconds, Swatch, useEffect, useLayoutEffect, useMemo, useRef, useState } from "./ui.js";
-import { arrange, draw, episodesAt, GUTTER, spanAt } from "./lanes.js";
+import { Card, colourOf, html, number, plural, seconds, Swatch, useEffect, useLayoutEffect, useMemo, useRef, useState } from "./ui.js";
+import { go, link } from "./address.js";
+import { arrange, bounded, draw, episodesAt, finder, GUTTER, keyOf, spanAt } from "./lanes.js";
 import { inWords, KINDS, SAYS } from "./episodes.js";
 import { Episodes, Idle, Verdict } from "./graph.js";
 
@@ -25,17 +26,33 @@ function latest(run) {
   return [ends.length > LATEST ? ends[ends.length - 1 - LATEST] : 0, end];
 }
 
-export function Timeline({ run }) {
+// Where the timeline starts: at the span, at what is searched for, or at the step of the address, or at the last steps.
+function first(run, query, made) {
+  const wanted = finder(query.find || "", run.about.plan);
+  const span = query.span ? made.order.find((one) => keyOf(one) === query.span) : wanted && made.order.findLast(wanted);
+  const at = run.steps.findIndex((row) => row[0] === query.step - 1);
+  if (!span && at < 0) return latest(run);
+  const [start, end] = span ? [span[5], span[6]] : [at ? run.steps[at - 1][1] : 0, run.steps[at][1]];
+  const [from, to] = latest(run);
+  const half = Math.max(span ? (to - from) / 2 : 0, 0.6 * (end - start));
+  return [(start + end) / 2 - half, (start + end) / 2 + half];
+}
+
+export function Timeline({ run, query }) {
   const canvas = useRef(null);
-  const [view, setView] = useState(() => latest(run));
-  const [follow, setFollow] = useState(run.live);
-  const [chosen, choose] = useState(null);
-  const [tip, setTip] = useState(null);
   const made = useMemo(() => arrange(run.about.plan, run.spans, run.spent), [run, run.changes]);
+  const asked = query.find || query.step || query.span;
+  const [view, setView] = useState(() => first(run, query, made));
+  const [follow, setFollow] = useState(run.live && !asked);
+  const chosen = useMemo(() => (query.span ? made.order.find((span) => keyOf(span) === query.span) : null), [made, query.span]);
+  const choose = (span) => go({ span: span ? keyOf(span) : "" }, { keep: true });
+  const wanted = useMemo(() => finder(query.find || "", run.about.plan), [run, query.find]);
+  const matches = useMemo(() => (wanted ? made.order.filter(wanted) : []), [made, wanted]);
+  const [tip, setTip] = useState(null);
   const paths = (run.findings && run.findings.paths) || [];
   const shown = follow && run.live ? [run.clock - (view[1] - view[0]), run.clock] : view;
   const scene = {
-    view: shown, steps: run.steps.filter((row) => row[0] >= 0), tasks: run.now.tasks, clock: run.clock, paths, chosen,
+    view: shown, wanted, steps: run.steps.filter((row) => row[0] >= 0), tasks: run.now.tasks, clock: run.clock, paths, chosen,
   };
   const again = useRef(null);
   again.current = () => canvas.current && draw(canvas.current, made, scene, looks(run.about.plan));
@@ -49,7 +66,7 @@ export function Timeline({ run }) {
     return () => { observer.disconnect(); theme.disconnect(); };
   }, []);
 
-  const move = (start, end) => { setFollow(false); setView([start, Math.max(end, start + 1e-5)]); };
+  const move = (start, end) => { setFollow(false); setView(bounded([start, end], run.clock)); };
   const zoom = (factor, at = (shown[0] + shown[1]) / 2) => move(at - (at - shown[0]) * factor, at + (shown[1] - at) * factor);
   const pan = (share) => move(shown[0] + share * (shown[1] - shown[0]), shown[1] + share * (shown[1] - shown[0]));
   const all = () => move(0, Math.max(run.clock, 1));
@@ -60,9 +77,10 @@ export function Timeline({ run }) {
       move(span[5] - half, span[5] + half);
     }
   };
+  const order = wanted ? matches : made.order;
   const step = (by) => {
-    const place = chosen ? made.order.indexOf(chosen) + by : made.order.findIndex((span) => span[5] >= shown[0]);
-    if (made.order[place]) show(made.order[place]);
+    const place = chosen && order.includes(chosen) ? order.indexOf(chosen) + by : order.findIndex((span) => span[5] >= shown[0]);
+    if (order.length) show(order[(place + order.length) % order.length]);
   };
   const keys = {
     ArrowLeft: () => pan(-0.15), ArrowRight: () => pan(0.15), "+": () => zoom(0.7), "=": () => zoom(0.7), "-": () => zoom(1.4),
@@ -115,7 +133,11 @@ export function Timeline({ run }) {
 
   return html`
     <section class="card" aria-label="Timeline">
-      <div class="toolbar"><h2>Timeline</h2><span class="grow"></span>
+      <div class="toolbar"><h2>Timeline</h2>
+        <label class="sr" for="seek">Find a stage or a sample</label>
+        <input id="seek" class="button" type="search" placeholder="stage or sample" value=${query.find || ""} onInput=${(event) => go({ find: event.target.value, span: "" }, { keep: true })}
+          onKeyDown=${(event) => event.key === "Enter" && step(event.shiftKey ? -1 : 1)} />
+        ${wanted && html`<span class="small dim" role="status">${plural(matches.length, "task")}${matches.length ? "; Enter goes to the next" : ""}</span>`}<span class="grow"></span>
         ${run.live && html`<button class="button" aria-pressed=${follow} onClick=${() => { if (!follow) setView(latest(run)); setFollow(!follow); }}>Follow</button>`}
         <button class="button" onClick=${() => { setView(latest(run)); setFollow(run.live); }}>Last steps</button>
         <button class="button" onClick=${all}>Whole run</button>
@@ -129,14 +151,14 @@ export function Timeline({ run }) {
       <ul class="keys">${run.about.plan.stages.map((stage) => html`<li key=${stage.name}><${Swatch} colour=${colourOf(run.about.plan, stage.name)} />${stage.name}</li>`)}
         <li><span class="swatch" style=${{ background: "var(--path)", height: "3px", width: "20px" }}></span>critical path</li></ul>
       ${run.spent.length > 0 && html`<ul class="keys" aria-label="Episodes">${KINDS.map((kind) => html`<li key=${kind} title=${SAYS[kind]}><${Swatch} colour=${`var(--e-${kind})`} />${kind}</li>`)}</ul>`}
-      <p class="small dim" aria-live="polite">${chosen ? textOf(chosen).replaceAll("\n", ", ") : "Drag to move, Ctrl and wheel to zoom; keys: ← → + − Home End [ ]."}</p>
+      <p class="small dim" aria-live="polite">${chosen ? html`${textOf(chosen).replaceAll("\n", ", ")} · <a href=${link(run.name, "graph", { stage: chosen[0] })}>Stage ${chosen[0]}</a>${chosen[3] >= 0 && html` · <a href=${link(run.name, "samples", { step: chosen[3] + 1 })}>Samples of step ${chosen[3] + 1}</a>`}` : "Drag to move, Ctrl and wheel to zoom; keys: ← → + − Home End [ ]."}</p>
     </section>
     <div class="split"><${Verdict} run=${run} /><div><${Idle} run=${run} /><${Episodes} run=${run} /></div></div>
     <${Story} run=${run} />
     <${Tasks} run=${run} made=${made} />`;
 }
 
-const textOf = (span) => `${span[0]}, step ${span[3] + 1}${span[4] ? `, attempt ${span[4] + 1}` : ""}\n${span[1]} ${span[2]}, ${span[7]} groups\n${seconds(span[6] - span[5])}, from ${span[5].toFixed(3)} s`;
+const textOf = (span) => `${span[0]}, step ${span[3] + 1}${span[4] ? `, attempt ${span[4] + 1}` : ""}\n${span[1]} ${span[2]}, ${span[7]} groups\n${seconds(span[6] - span[5])}, from ${span[5].toFixed(3)} s\ngroups ${span[8].length > 24 ? `${span[8].slice(0, 24)}…` : span[8]}`;
 
 // Events other than tasks: starts, retried attempts, checkpoints, the end.
 function Story({ run }) {
