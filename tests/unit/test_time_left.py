@@ -56,13 +56,14 @@ def worst(took_s, made, *, known=0.0, from_step=5):
         (QUICKSTART, {"known": 0.2}),
         (steps(100), {}),
         (steps(100, slow=300.0), {}),
+        ([*steps(100, slow=60.0)[:1], 10.0, *steps(100)[2:]], {}),
         (steps(100, slow=60.0, evaluation=40.0), {"known": 40.0}),
         (steps(100, evaluation=10.0, every=2), {"known": 10.0, "every": 2}),
         (steps(100, slow=30.0, evaluation=0.0, checkpoint=3.0, saved=10), {"saved": 10}),
         (steps(400, slow=60.0, evaluation=40.0, checkpoint=4.0, saved=50), {"known": 40.0, "saved": 50}),
         ([*steps(6), 300.0, *steps(100)[6:]], {}),  # once, the machine was busy with something else
     ],
-    ids=["quickstart", "plain", "first", "evaluation", "every_other", "checkpoint", "all", "stall"],
+    ids=["quickstart", "plain", "first", "second", "evaluation", "every_other", "checkpoint", "all", "stall"],
 )
 def test_after_five_steps_the_time_left_is_right_within_a_fifth(took_s, given):
     known = given.pop("known", 0.0)
