@@ -35,7 +35,8 @@ def said(number, *given):
     return errno.errorcode[ctypes.get_errno()] if done < 0 else "done"
 refused = {MACHINES[MACHINE][2]}
 memory, memory_of_all = said(refused["memfd_create"], b"a", 0), said(refused["shmget"], 0, 4096, 0o1600)
-print(memory, memory_of_all, said(refused["unshare"], 0x10020000), said({MACHINES[MACHINE][1]}, 0x10000000 | 17, *[0] * 4))
+spaces = said(refused["unshare"], 0x10020000), said({MACHINES[MACHINE][1]}, 0x10000000 | 17, *[0] * 4)
+print(memory, memory_of_all, *spaces)
 print(said({CLONE3}, 0, 0), said({OTHER_NUMBERS}), [one for one in refused if said(refused[one], *[-1] * 6) != "EPERM"])
 """
 CALLS_SAID = "EPERM EPERM EPERM EPERM\nENOSYS EPERM []\n"
@@ -139,7 +140,7 @@ def test_calls_that_get_round_limits_are_refused(sandbox: Sandbox, monkeypatch: 
         ran = python(sandbox, code)
         assert ran.output == "-1\n" or ran.code == -signal.SIGSEGV, "of a kernel that has no such programs"
     monkeypatch.setattr(ops.sandbox, "refusing", lambda _: bytes(8))
-    with pytest.raises(SandboxError, match=r"^seccomp: Invalid argument$"):
+    with pytest.raises(SandboxError, match="seccomp: Invalid argument$"):
         Sandbox(SMALL)
     monkeypatch.setattr(ops.sandbox, "refusing", lambda _: refusing("riscv64"))
     with pytest.raises(SandboxError, match=f"does not start: it knows no system calls of {MACHINE}"):
