@@ -140,10 +140,10 @@ def test_calls_that_get_round_limits_are_refused(sandbox: Sandbox, monkeypatch: 
         ran = python(sandbox, code)
         assert ran.output == "-1\n" or ran.code == -signal.SIGSEGV, "of a kernel that has no such programs"
     monkeypatch.setattr(ops.sandbox, "refusing", lambda _: bytes(8))
-    with pytest.raises(SandboxError, match="seccomp: Invalid argument$"):
+    with pytest.raises(SandboxError, match=r"seccomp: Invalid argument$"):
         Sandbox(SMALL)
     monkeypatch.setattr(ops.sandbox, "refusing", lambda _: refusing("riscv64"))
-    with pytest.raises(SandboxError, match=f"does not start: it knows no system calls of {MACHINE}"):
+    with pytest.raises(SandboxError, match=rf"^a sandbox does not start: .* system calls of {MACHINE},"):
         Sandbox(SMALL)
 
 
