@@ -80,8 +80,12 @@ def counted(number: int, noun: str) -> str:
 
 
 def message_of(error: BaseException, limit: int = 300) -> str:
-    """Return an error's class and text for a message: one line, cut at `limit`."""
-    text = " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
+    """Return an error's class and text for a message: one line, cut at `limit`. The text is the user's code."""
+    try:
+        said = str(error)
+    except Exception as second:  # noqa: BLE001 - whatever it raises, there is no text
+        said = f"its text cannot be read: {type(second).__name__}"
+    text = " ".join(f"{type(error).__name__}: {said}".split()).removesuffix(":")
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 

@@ -196,7 +196,6 @@ def serve(server: socket.socket, modules: tuple[str, ...], ended: Callable[[], b
                     other.close()
                 return become(asking)
             forks[pid] = asking
-            answer(asking, pid)
     for pid in forks:
         os.kill(pid, signal.SIGKILL)
     return None
@@ -231,6 +230,11 @@ def become(asking: socket.socket) -> None:
     with asking:
         _, ((_, _, streams),), _, _ = asking.recvmsg(1, socket.CMSG_SPACE(16))
         wanted: dict[str, Any] = json.loads(asking.makefile().read())
+        if wanted["argv"][0] not in ("-m", "-c"):
+            os.setpgrp()  # Ray kills workers by their process group
+        elif wanted["session"]:
+            os.setsid()
+        answer(asking, os.getpid())  # now, so that who knows the number can kill the group
     for to, stream in enumerate(array.array("i", streams)):
         os.dup2(stream, to)
         os.close(stream)
@@ -240,22 +244,19 @@ def become(asking: socket.socket) -> None:
     random.seed()
     first, *rest = sys.argv = wanted["argv"]
     if first in ("-m", "-c"):
-        return command(first, rest, wanted["session"])
-    os.setpgrp()  # Ray kills workers by their process group
+        return command(first, rest)
     sys.path.insert(0, os.path.dirname(first))
     runpy.run_path(first, run_name="__main__")
     return None
 
 
-def command(option: str, words: list[str], session: bool) -> None:
+def command(option: str, words: list[str]) -> None:
     """Be `python -m` or `python -c`."""
     import runpy
     import signal
 
     from pipeline.precedence import search_last
 
-    if session:
-        os.setsid()
     for number, handler in ((signal.SIGHUP, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
         signal.signal(number, handler)
     given = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))

@@ -7,6 +7,14 @@ import os
 import sys
 
 
+def nameless() -> int:
+    """Return the descriptor of a new file, which is gone with it. It takes room in the program's folder."""
+    name = f".{os.urandom(8).hex()}"
+    made = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    os.unlink(name)
+    return made
+
+
 def run(name: str, inputs: list[str]) -> None:
     """Run the program in the file `name` with each of the inputs. For each run that has ended, print a line: its exit
     code, and what it wrote, in hexadecimal. It knows no expected outputs, so a program that writes such lines itself
@@ -14,7 +22,7 @@ def run(name: str, inputs: list[str]) -> None:
     with open(name, encoding="utf-8") as file:
         program = compile(file.read(), name, "exec")
     for text in inputs:
-        given, written = os.memfd_create("input"), os.memfd_create("output")
+        given, written = nameless(), nameless()
         with open(given, "w", encoding="utf-8", closefd=False) as file:
             file.write(text)
         os.lseek(given, 0, os.SEEK_SET)

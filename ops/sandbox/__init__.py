@@ -7,7 +7,8 @@
 A program sees no network, no process and no file but the system's (read-only), Python's, and its own folder in memory,
 which is gone with it. Its processor time, memory, files, processes and output are limited, and at its deadline all of
 it is killed, as it is if the caller dies. It runs as nobody: without root's rights on the machine, and without any
-inside. Linux namespaces do this (`inside.py`); the kernel is shared, so this is no defence against one that has holes.
+inside. Linux namespaces do this (`inside.py`), and a filter of system calls (`calls.py`); the kernel is shared, so this
+is no defence against one that has holes.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+from ops.sandbox.calls import refusing
 from ops.sandbox.given import Wrong, call_problems, limit_problems, readable_problems, refuse
 
 FOLDER = "/work"  # where a program starts, with its files
@@ -90,6 +92,9 @@ class Sandbox:
         self.limits = limits or SandboxLimits()
         refuse([*self.limits.problems(), *readable_problems(readable)])
         wanted = [*SYSTEM, sys.base_prefix, *readable]
+        self._filter = refusing(machine := os.uname().machine)
+        if not self._filter:
+            raise SandboxError(f"a sandbox does not start: it knows no system calls of {machine}, to refuse some")
         self._readable = [path for path in dict.fromkeys(wanted) if os.path.exists(path)]
         ran = self.run(["true"])
         if not ran.ok:
@@ -106,6 +111,7 @@ class Sandbox:
         given = {
             "command": list(command), "files": dict(files or {}), "stdin": stdin, "readable": self._readable,
             "user": user, "folder": FOLDER, "limits": limits, "path": _path(),
+            "filter": self._filter,
         }  # fmt: skip
         reading, writing = os.pipe()
         failing, failed = os.pipe()

@@ -20,6 +20,7 @@ from pipeline.declare.columns import Ragged
 from pipeline.declare.group import Model
 from pipeline.errors import Problem
 from stages.episode.environment import Call, Reply, Said, Tool
+from stages.episode.frames import packed
 from stages.episode.renderer import ChatRenderer
 
 SHOWN = 60  # characters of a text that differs
@@ -149,12 +150,14 @@ def _written(encode: Callable[[], torch.Tensor]) -> torch.Tensor:
 
 
 def calls_in(text: str) -> tuple[Call, ...]:
-    """The calls of tools in a reply, as Hermes and Qwen models write them: JSON between two <tool_call> tags."""
+    """The calls of tools in a reply, as Hermes and Qwen models write them: JSON between two <tool_call> tags. What
+    cannot be read, or not be sent, is a call without a name."""
     found = []
     for written in CALL.findall(text):
         try:
             made = json.loads(written)
-        except ValueError:
+            packed(made)  # an environment gets it so
+        except (ValueError, RecursionError):
             made = None
         name, arguments = (made.get("name"), made.get("arguments")) if isinstance(made, dict) else (None, None)
         found.append(Call(name if isinstance(name, str) else "", arguments if isinstance(arguments, dict) else None))

@@ -27,9 +27,9 @@ from pipeline.declare.task import ServerAddress
 from pipeline.declare.times import ENVIRONMENT, PROCESS, WORKER, SampleTimes
 from stages.episode.admission import ADMISSION_S, enter, keep_alive
 from stages.episode.environment import Environment
-from stages.episode.frames import SentAnswer, SentCall, frames, send
+from stages.episode.frames import SentAnswer, SentCall, frames, send_frame
 from stages.episode.loop_thread import LoopThread
-from stages.episode.processes import EnvironmentFailedError, PlaceLostError, not_loaded
+from stages.episode.processes import EnvironmentFailedError, PlaceLostError, frame_of, not_loaded
 
 REACH_S = 60.0  # to reach a worker, which may have to be replaced first
 AGAIN_S = 0.2  # between two tries
@@ -40,6 +40,7 @@ class _OpenCall:
     """A call that waits for its answer, and when that came."""
 
     call: SentCall
+    frame: bytes
     future: Future[SentAnswer]
     answered_s: float | None = None
 
@@ -58,8 +59,9 @@ class Link:
         environments.loop.run(self._serve())
 
     def send(self, call: Mapping[str, Any]) -> _OpenCall:
-        """Send a call, once there is a connection."""
-        made = _OpenCall(SentCall(number=next(self._numbers), **call), Future())
+        """Send a call, once there is a connection. Raises EnvironmentFailedError for one that cannot be sent."""
+        asked = SentCall(number=next(self._numbers), **call)
+        made = _OpenCall(asked, frame_of(asked), Future())
         self._environments.loop.soon(self._send, made)
         return made
 
@@ -75,7 +77,7 @@ class Link:
         if made.call.method != "kill":
             self._waiting[made.call.number] = made
         if self._writer is not None:
-            send(self._writer, made.call)
+            send_frame(self._writer, made.frame)
 
     async def _serve(self) -> None:
         """Connect, and take answers until the connection ends."""
@@ -85,7 +87,7 @@ class Link:
             self.is_doubtful, self._writer = False, writer
             try:
                 for made in self._waiting.values():
-                    send(writer, made.call)
+                    send_frame(writer, made.frame)
                 async for answer in frames(reader, SentAnswer):
                     self._take(answer)
             finally:

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from pipeline.errors import message_of
 from stages.episode.environment import End, Messages, Reply, Said
 
 HEAD = struct.Struct("<I")
@@ -74,16 +75,34 @@ class SentAnswer(HostAnswer, frozen=True, kw_only=True):
     is_loaded: bool = True
 
 
+class UnsendableError(ValueError):
+    """A message has a value that msgpack has no form for: a whole number of more than 64 bits, a character that is half
+    of a pair, a list in thousands of lists."""
+
+
 def framed(message: msgspec.Struct) -> bytes:
-    """Return a message as a frame."""
-    content = msgspec.msgpack.encode(message)
+    """Return a message as a frame. Raises UnsendableError."""
+    content = packed(message)
     return HEAD.pack(len(content)) + content
 
 
+def packed(value: Any) -> bytes:
+    """Return a value in msgpack. Raises UnsendableError."""
+    try:
+        return msgspec.msgpack.encode(value)
+    except (OverflowError, UnicodeError, RecursionError) as error:
+        raise UnsendableError(message_of(error)) from error
+
+
 def send(writer: asyncio.StreamWriter, message: msgspec.Struct) -> None:
-    """Send a message, unless the connection has ended, which who reads from it finds out."""
+    """Send a message. Raises UnsendableError."""
+    send_frame(writer, framed(message))
+
+
+def send_frame(writer: asyncio.StreamWriter, frame: bytes) -> None:
+    """Send a frame, unless the connection has ended, which who reads from it finds out."""
     if not writer.is_closing():
-        writer.write(framed(message))
+        writer.write(frame)
 
 
 async def frames(reader: asyncio.StreamReader, kind: Any) -> AsyncIterator[Any]:

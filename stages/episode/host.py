@@ -25,10 +25,11 @@ import msgspec
 from pipeline.errors import message_of
 from stages.episode import children
 from stages.episode.environment import METHODS, End, Environment, Messages, plain_methods
-from stages.episode.frames import HostAnswer, HostCall, Opening, framed, read_frame
+from stages.episode.frames import HostAnswer, HostCall, Opening, UnsendableError, framed, read_frame
 from stages.vocabulary import FAILED, LOST
 
 MOST_BYTES = 4 << 20  # of an answer: more than any model sees, and little enough to be tokenized at once
+LARGEST = 3.4028234663852886e38  # of float32, which rewards are
 READY, NOT_LOADED = -1, -2  # the numbers of the first answer: the environment is loaded, or cannot be
 
 
@@ -76,8 +77,7 @@ class Host:
             if len(answer) > MOST_BYTES:
                 raise ValueError(f"{asked.method}() returned {len(answer):,} bytes; at most {MOST_BYTES:,} can be said")
         except BaseException as error:  # noqa: BLE001 - the user's
-            text = message_of(error).encode(errors="backslashreplace").decode()
-            answer = framed(HostAnswer(number=asked.number, error=(type(error).__name__, text)))
+            answer = framed(HostAnswer(number=asked.number, error=_said_of(error)))
         _send(self._connection, answer)
 
     async def _called(self, asked: HostCall) -> HostAnswer:
@@ -119,10 +119,21 @@ def is_end(kind: object) -> bool:
 
 
 def finite(reward: Any) -> float:
-    """Return the reward of a turn. Raises ValueError if it is no finite number."""
-    if not math.isfinite(number := float(reward)):
-        raise ValueError(f"turn() returned the reward {reward}, which is no finite number")
+    """Return the reward of a turn. Raises ValueError if it is no finite number of float32."""
+    try:
+        number = float(reward)
+    except OverflowError:  # a whole number
+        number = math.inf
+    if not abs(number) <= LARGEST:
+        raise ValueError(f"the reward is {number:g}, and not a finite number of float32")
     return number
+
+
+def _said_of(error: BaseException) -> tuple[str, str]:
+    """The class and the text of an error, as they can be sent."""
+    kind = "unsendable" if isinstance(error, UnsendableError) else type(error).__name__
+    name, text = (said.encode(errors="backslashreplace").decode() for said in (kind, message_of(error)))
+    return name, text
 
 
 def is_said(value: Any) -> bool:
@@ -150,7 +161,7 @@ def main() -> None:
 
         environment = cloudpickle.loads(opening.environment)
     except BaseException as error:  # noqa: BLE001 - the user's
-        answer = HostAnswer(number=NOT_LOADED, error=(type(error).__name__, message_of(error)))
+        answer = HostAnswer(number=NOT_LOADED, error=_said_of(error))
         _send(connection, framed(answer))
         return
     _send(connection, framed(HostAnswer(number=READY)))

@@ -29,7 +29,7 @@ from pipeline.errors import Problem
 from stages.episode import children
 from stages.episode.companion import companion, import_path
 from stages.episode.environment import METHODS, Environment, plain_methods
-from stages.episode.frames import HostAnswer, HostCall, Opening, framed, frames, send
+from stages.episode.frames import HostAnswer, HostCall, Opening, UnsendableError, framed, frames, send_frame
 from stages.episode.host import NOT_LOADED, READY
 from stages.episode.loop_thread import LoopThread
 from stages.pickling import pickled
@@ -46,6 +46,14 @@ class EnvironmentFailedError(Exception):
         self.method, self.kind, self.text = method, kind, text
 
 
+def frame_of(call: HostCall) -> bytes:
+    """The frame of a call. Raises EnvironmentFailedError for one that cannot be sent."""
+    try:
+        return framed(call)
+    except UnsendableError as error:
+        raise EnvironmentFailedError(call.method, "unsendable", str(error)) from error
+
+
 class PlaceLostError(EnvironmentFailedError):
     """The worker beside an environment is gone, or cannot be reached: the environment itself has not failed."""
 
@@ -58,6 +66,7 @@ class _Waiting:
     """A call that was not answered yet. `timer` runs from the moment when it is sent."""
 
     call: HostCall
+    frame: bytes
     deadline_s: float
     future: Future[HostAnswer]
     timer: asyncio.TimerHandle | None = None
@@ -87,8 +96,9 @@ class EnvironmentProcess:
         self, method: str, episode: int, deadline_s: float, times: SampleTimes | None = None, **given: Any
     ) -> HostAnswer:
         """Call a method of the environment. Raises EnvironmentFailedError if it raises, takes longer than `deadline_s`
-        seconds, or its process dies; an overdue process is killed. Raises StageError if the environment cannot be
-        loaded there. `times` gets the time until the call was sent, and that of the environment."""
+        seconds, its process dies, or the call cannot be sent; an overdue process is killed. Raises StageError if the
+        environment cannot be loaded there. `times` gets the time until the call was sent, and that in the
+        environment."""
         times = times or SampleTimes()
         times.until(WORKER)
         waiting = self._asked(method, episode, deadline_s, **given)
@@ -105,7 +115,7 @@ class EnvironmentProcess:
 
     def _asked(self, method: str, episode: int, deadline_s: float, **given: Any) -> _Waiting:
         call = HostCall(number=next(self._numbers), episode=episode, method=method, **given)
-        waiting = _Waiting(call, deadline_s, Future())
+        waiting = _Waiting(call, frame_of(call), deadline_s, Future())
         self._processes.loop.soon(self._add, waiting)
         return waiting
 
@@ -132,7 +142,7 @@ class EnvironmentProcess:
             self._sent[waiting.call.number] = waiting
             waiting.sent_s = time.monotonic()
             waiting.timer = asyncio.get_running_loop().call_later(waiting.deadline_s, self._overdue, waiting)
-            send(self._writer, waiting.call)
+            send_frame(self._writer, waiting.frame)
 
     def _next(self) -> _Waiting | None:
         """Take the next call that may run now. A coroutine overtakes methods that wait for their turn."""

@@ -171,6 +171,21 @@ class Saying(Environment):
         return Messages(self.text * self.times) if state["turns"] == 1 else End()
 
 
+class UnreadableError(Exception):
+    """An error whose text raises."""
+
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+@dataclass(frozen=True)
+class Unreadable(Echo):
+    """Raises one."""
+
+    def turn(self, state: Any, reply: Reply) -> Messages | End:
+        raise UnreadableError
+
+
 @dataclass(frozen=True)
 class Lying(Environment):
     """Returns what no environment returns."""

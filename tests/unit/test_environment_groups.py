@@ -215,6 +215,15 @@ def replace_key(address: ServerAddress) -> ServerAddress:
     return msgspec.structs.replace(address, key=bytes(32))
 
 
+def test_what_cannot_be_sent_fails_at_once_and_others_go_on() -> None:
+    with server(Echo()) as (_, address), client(Echo(), [address]) as made:
+        place = made.place()
+        for row in ({"prompt": "\ud800"}, {"prompt": 1 << 70}):
+            with pytest.raises(EnvironmentFailedError, match="open: unsendable: "):
+                place.start("open", 0, 20.0, row=row, seed=(1,)).result(20.0)
+        assert place.start("open", 1, 20.0, **ROW).result(20.0).said == "1"
+
+
 def test_calls_wait_in_order_and_the_other_worker_says_how_long_they_took() -> None:
     """Of one process: three turns of 0.2 s each, one by one. The rest of their time they waited for it."""
     times = [SampleTimes() for _ in range(3)]

@@ -48,11 +48,13 @@ from stages import (
     Advantage,
     ClippedLoss,
     Deadlines,
+    End,
     Environment,
     Episode,
     Evaluate,
     Filter,
     Generated,
+    Messages,
     PrevLogprobs,
     Refit,
     Reply,
@@ -62,6 +64,9 @@ from stages import (
 )
 from stages.backends import Decoded, Generation, Sampling
 from stages.episode.attempts import Attempts
+from stages.episode.conversation import calls_in
+from stages.episode.endpoint.commands import result_in
+from stages.episode.environment import Call
 from stages.episode.frames import HostAnswer
 from stages.episode.processes import EnvironmentFailedError, Processes
 from stages.episode.turns import EpisodeName, NextTurn, TurnSampler
@@ -69,7 +74,7 @@ from stages.vocabulary import RESPONSE_IDS, TOKEN_VERSIONS
 from tests.doors import REPOSITORY
 from tests.shares import shares_of
 from tests.unit import tiny_graph
-from tests.unit.environments import Chatty, Echo, Faulty, Lying, OneTurn, Saying, Sleeping
+from tests.unit.environments import Chatty, Echo, Faulty, Lying, OneTurn, Saying, Sleeping, Unreadable
 from tests.unit.streams import collected
 from tests.unit.tiny import QWEN3
 
@@ -470,7 +475,7 @@ def test_an_environment_that_answers_otherwise_is_found(worker: Worker, tmp_path
     [
         (Saying(""), "answered"),
         (Saying("\x00"), "failed:0:unwritable"),
-        (Saying("\ud800"), "failed:0:UnicodeEncodeError"),
+        (Saying("\ud800"), "failed:0:unsendable"),
         (Saying("1", times=5 << 20), "failed:0:ValueError"),
     ],
     ids=["nothing", "unknown", "surrogate", "large"],
@@ -500,9 +505,29 @@ def test_a_prompt_that_the_model_cannot_see_whole_is_lost(worker: Worker) -> Non
     assert all(len(ids) <= 2 for ids in made["response_ids"])
 
 
-@pytest.mark.parametrize("value", [None, "x", ("x",)])
-def test_what_no_environment_returns_fails(worker: Worker, value: Any) -> None:
-    assert set(worker.columns(episode(Lying(value)), TEXTS[:1])["end"]) == {"failed:0:TypeError"}
+@pytest.mark.parametrize(
+    ("environment", "kind"),
+    [
+        *((Lying(value), "TypeError") for value in (None, "x", ("x",))),
+        *((Lying(End("answered", reward)), "ValueError") for reward in (float("nan"), 1e39, -(10**400))),
+        (Lying(Messages([{"role": "user", "content": "1", "of": 1 << 64}])), "unsendable"),
+        (Unreadable(), "UnreadableError"),
+    ],
+)
+def test_what_no_environment_returns_fails(worker: Worker, environment: Environment, kind: str) -> None:
+    assert set(worker.columns(episode(environment), TEXTS[:1])["end"]) == {f"failed:0:{kind}"}
+
+
+def test_what_cannot_be_sent_to_an_environment_is_said_at_once(worker: Worker) -> None:
+    """A field of the data opens no episode; what a policy writes is a call that nobody can read."""
+    made = worker.columns(episode(OneTurn(), retries=0), ["\ud800"])
+    assert set(made["end"]) == {"lost:open:unsendable"}
+    arguments = ('{"a": 1000000000000000000000000000000}', '{"a": "\\ud800"}', "[" * 5000)
+    texts = [f'<tool_call>{{"name": "f", "arguments": {each}}}</tool_call>' for each in arguments]
+    assert [call for text in texts for call in calls_in(text)] == [Call("", None)] * 3
+    with pytest.raises(ValueError, match="not a finite number of float32"):
+        result_in(f'{{"reward": 1{"0" * 400}}}')
+    assert result_in('{"a":' * 5000) == ("answered", 0.0)
 
 
 def test_each_environment_that_was_opened_is_closed(worker: Worker, tmp_path: Path) -> None:

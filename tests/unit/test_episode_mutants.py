@@ -5,12 +5,13 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable, Iterator
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
 
 from tests.numerics import mutate
-from tests.unit import test_episode, test_torch_stages, test_turn_advantages
+from tests.unit import test_episode, test_torch_learner, test_torch_stages, test_turn_advantages
 from tests.unit.test_episode import Worker
 
 Check = Callable[[Worker, Path, pytest.MonkeyPatch], None]
@@ -28,11 +29,16 @@ def compared(worker: Worker, folder: Path, patch: pytest.MonkeyPatch) -> None:
     test_torch_stages.test_tokens_that_the_policy_did_not_draw_are_not_compared()
 
 
+def trained(worker: Worker, folder: Path, patch: pytest.MonkeyPatch) -> None:
+    test_torch_learner.test_tokens_that_the_policy_did_not_draw_do_not_train(test_torch_learner.loaded())
+
+
 def updated(worker: Worker, folder: Path, patch: pytest.MonkeyPatch) -> None:
     test_turn_advantages.test_an_update_sees_the_advantages_of_its_tokens(folder, patch)
 
 
 PLAY, TRAIN, ADVANTAGE = "stages.episode.play", "stages.train", "stages.advantage"
+TRAINER = "stages.backends.trainer"
 MISTAKES: dict[str, tuple[str, str, str, str, Check]] = {  # module, what it defines, original text, replacement, check
     "mask shifted by one": (TRAIN, "_sampled", "versions.values >= 0", "(versions.values >= 0).roll(1)", updated),
     "inserted token trained": (TRAIN, "_sampled", "versions.values >= 0", "versions.values >= -1", compared),
@@ -42,6 +48,13 @@ MISTAKES: dict[str, tuple[str, str, str, str, Check]] = {  # module, what it def
     "inserted token left out": (PLAY, "Play", "    self._add(inserted,", "    0 and self._add(inserted,", tokens),
     "age of an inserted token": (
         TRAIN, "TrainRunner", "age = task.step - versions.values[drawn]", "age = task.step - versions.values", compared,
+    ),
+    "logprobs of inserted tokens": (
+        TRAIN, "TrainRunner", "rollout_logprobs.values[drawn], batch.old_logprobs.values[drawn]",
+        "rollout_logprobs.values, batch.old_logprobs.values", compared,
+    ),
+    "loss of inserted tokens": (
+        TRAINER, "BaseLearner._objective", "mask_NT & padded(part.sampled)", "mask_NT", trained,
     ),
     "end of a turn before its last token": (
         PLAY, "Play", "_ends.append(self.tokens)", "_ends.append(self.tokens - 1)", tokens,
@@ -74,7 +87,9 @@ def source_of(name: str) -> str:
 def put(name: str, defined: str, source: str, patch: pytest.MonkeyPatch) -> None:
     """Replace what a module defines by what other source defines."""
     module = importlib.import_module(name)
-    patch.setattr(module, defined, getattr(mutate.load(source, module), defined))
+    holder, _, member = defined.rpartition(".")
+    owner = getattr(module, holder) if holder else module  # subclasses have what a class of theirs is given
+    patch.setattr(owner, member, attrgetter(defined)(mutate.load(source, module)))
 
 
 def test_the_unchanged_source_passes(worker: Worker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,12 +16,30 @@ from pathlib import Path
 import psutil
 import pytest
 
+import ops.sandbox
 from ops.sandbox import FIRST_USER, USERS, Sandbox, SandboxError, SandboxLimits, SandboxRun
+from ops.sandbox.calls import CLONE3, MACHINES, OTHER_NUMBERS, refusing
 from tests.doors import REPOSITORY
 
 SMALL = SandboxLimits(
     seconds=5.0, cpu_s=2, memory_bytes=256 << 20, folder_bytes=1 << 20, processes=8, output_bytes=4096
 )
+
+
+MACHINE = os.uname().machine
+CALLS = f"""
+import ctypes, errno
+call = ctypes.CDLL(None, use_errno=True).syscall
+def said(number, *given):
+    done = call(*(one if isinstance(one, bytes) else ctypes.c_long(one) for one in (number, *given)))
+    return errno.errorcode[ctypes.get_errno()] if done < 0 else "done"
+refused = {MACHINES[MACHINE][2]}
+memory, memory_of_all = said(refused["memfd_create"], b"a", 0), said(refused["shmget"], 0, 4096, 0o1600)
+spaces = said(refused["unshare"], 0x10020000), said({MACHINES[MACHINE][1]}, 0x10000000 | 17, *[0] * 4)
+print(memory, memory_of_all, *spaces)
+print(said({CLONE3}, 0, 0), said({OTHER_NUMBERS}), [one for one in refused if said(refused[one], *[-1] * 6) != "EPERM"])
+"""
+CALLS_SAID = "EPERM EPERM EPERM EPERM\nENOSYS EPERM []\n"
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +90,9 @@ def test_a_caller_whose_files_are_its_own_only_has_sandboxes_too(sandbox: Sandbo
         "import os; os.mknod('disk', 0o60666, os.makedev(8, 0))",
         "import ctypes; assert ctypes.CDLL(None).mount(b'x', b'/work', b'tmpfs', 0, None) == 0",
         "import ctypes; assert ctypes.CDLL(None).unshare(0x00020000) == 0",
+        "import ctypes; assert ctypes.CDLL(None).unshare(0x10020000) == 0",  # in which a mount of memory would succeed
+        "import os; os.memfd_create('memory')",
+        "import ctypes; assert ctypes.CDLL(None).shmget(0, 1 << 20, 0o1600) >= 0",
         "import socket; socket.create_connection(('127.0.0.1', PORT), 2)",
         "import socket; socket.create_connection(('192.0.2.1', 80), 2)",
         "import socket; s = socket.socket(); s.bind(('0.0.0.0', 0)); s.connect(s.getsockname())",
@@ -105,6 +126,38 @@ def test_a_program_reaches_nothing_outside(sandbox: Sandbox, code: str, monkeypa
 def test_what_a_program_uses_is_limited(sandbox: Sandbox, code: str, says: str) -> None:
     ran = python(sandbox, code)
     assert (not ran.ok and says in ran.error) or ran.code == -signal.SIGXFSZ, ran
+
+
+def test_calls_that_get_round_limits_are_refused(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By their numbers too, under each name of one; where a filter is not to be had, there is no sandbox."""
+    assert python(sandbox, CALLS) == SandboxRun(code=0, output=CALLS_SAID, error="")
+    if MACHINE == "x86_64":
+        own_number = "b'\\xb8\\x14\\0\\0\\0\\xcd\\x80\\xc3'"  # getpid of a 32-bit program
+        code = (
+            f"import ctypes, mmap\npage = mmap.mmap(-1, 4096, prot=7)\npage.write({own_number})\n"
+            "print(ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof(ctypes.c_char.from_buffer(page)))())"
+        )
+        ran = python(sandbox, code)
+        assert ran.output == "-1\n" or ran.code == -signal.SIGSEGV, "of a kernel that has no such programs"
+    monkeypatch.setattr(ops.sandbox, "refusing", lambda _: bytes(8))
+    with pytest.raises(SandboxError, match=r"seccomp: Invalid argument$"):
+        Sandbox(SMALL)
+    monkeypatch.setattr(ops.sandbox, "refusing", lambda _: refusing("riscv64"))
+    with pytest.raises(SandboxError, match=rf"^a sandbox does not start: .* system calls of {MACHINE},"):
+        Sandbox(SMALL)
+
+
+def test_threads_and_processes_and_compilers_work(sandbox: Sandbox) -> None:
+    code = (
+        "import subprocess as s, threading as t\none = t.Thread(target=print, args=('thread',))\none.start()\n"
+        "one.join()\nprint(s.run(['echo', 'spawned'], capture_output=True, text=True).stdout, end='')\n"
+        "print(s.run(['echo', 'forked'], preexec_fn=lambda: 0, capture_output=True, text=True).stdout, end='')"
+    )
+    assert python(sandbox, code) == SandboxRun(code=0, output="thread\nspawned\nforked\n", error="")
+    if shutil.which("gcc", path="/usr/bin"):
+        source = '#include <stdio.h>\nint main(void) { return puts("compiled") < 0; }'
+        ran = sandbox.run(["sh", "-c", "gcc main.c && ./a.out"], files={"main.c": source})
+        assert ran == SandboxRun(code=0, output="compiled\n", error="")
 
 
 def test_a_program_that_never_ends_is_killed_with_all_that_it_started(sandbox: Sandbox) -> None:
@@ -189,7 +242,8 @@ def test_who_is_not_root_has_sandboxes_too() -> None:
     code = (
         "import sys; sys.path.insert(0, 'code')\nfrom ops.sandbox import *\n"
         "script = 'id -u; cat /etc/shadow; touch /usr/new; echo done > made; cat made'\n"
-        "ran = Sandbox().run(['sh', '-c', script])\nprint(ran.output.split(), ran.code)"
+        "ran = Sandbox().run(['sh', '-c', script])\nprint(ran.output.split(), ran.code)\n"
+        f"print(Sandbox().run(['python3', '-c', {CALLS!r}]).output, end='')"
     )
     folder = tempfile.mkdtemp()  # pytest's are its user's only
     tmp_path = Path(folder)
@@ -210,7 +264,7 @@ def test_who_is_not_root_has_sandboxes_too() -> None:
     shutil.rmtree(folder)
     if "PermissionError" in done.stderr or "SandboxError" in done.stderr:
         pytest.skip(f"not here: {done.stderr.splitlines()[-1]}")
-    assert done.stdout == "['0', 'done'] 0\n", done.stderr
+    assert done.stdout == f"['0', 'done'] 0\n{CALLS_SAID}", done.stderr
 
 
 def gone() -> bool:

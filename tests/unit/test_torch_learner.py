@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+from dataclasses import replace as replaced
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +30,13 @@ POLICY = Model("tiny", config=QWEN3, alphabet="0123456789")
 CPU = torch.device("cpu")
 
 
+def loaded() -> Any:
+    return load_network(POLICY, load_tokenizer(POLICY), dtype=torch.float32, device=CPU)
+
+
 @pytest.fixture(scope="module")
 def pristine() -> Any:
-    return load_network(POLICY, load_tokenizer(POLICY), dtype=torch.float32, device=CPU)
+    return loaded()
 
 
 def learner(pristine: Any, **settings: Any) -> TorchLearner:
@@ -111,6 +116,30 @@ def test_the_loss_is_that_of_the_formula(pristine: Any) -> None:
     assert 0 < clipped < tokens
     assert found["kl"] == pytest.approx(divergence / tokens, rel=1e-4)
     assert found["ratio_max"] == pytest.approx(largest, rel=1e-4)
+
+
+def test_tokens_that_the_policy_did_not_draw_do_not_train(pristine: Any) -> None:
+    """They have the advantage of their sample, but the loss and its gradient by hand are of the other tokens."""
+    given = batch(pristine)
+    drawn = Ragged(torch.arange(len(given.response_ids.values)) % 3 != 1, given.response_ids.lengths)
+    count = int(drawn.values.sum())
+    by_hand, total = copy.deepcopy(pristine), torch.zeros(())
+    columns = (given.prompt_ids, given.response_ids, given.old_logprobs, given.ref_logprobs, drawn)
+    rows = zip(*(column.rows() for column in columns if column is not None), given.advantage, strict=True)
+    for prompt, response, old, ref, own, advantage in rows:
+        logits = by_hand(torch.cat([prompt, response])[None]).logits[0, len(prompt) - 1 : -1]
+        now = logits.log_softmax(-1).gather(-1, response[:, None])[own, 0]
+        ratio = (now - old[own]).exp()
+        lost = torch.maximum(-ratio * advantage, -ratio.clamp(0.8, 1.3) * advantage)
+        total = total + (lost + 0.5 * ((ref[own] - now).exp() - (ref[own] - now) - 1)).sum() / count
+    total.backward()
+    one, loss = learner(pristine), ClippedLoss(clip=(0.2, 0.3), kl=0.5)
+    (update,) = one_shard(given.prompt_ids, given.response_ids, Sharding.of(Plain(5))).updates
+    found = one._backward(replaced(given, sampled=drawn), loss, 1.0, replace(update, tokens=count), packed=False)
+    assert sum(float(sums["loss"]) for sums in found) == pytest.approx(total.item(), rel=1e-4)
+    wanted = dict(by_hand.named_parameters())
+    for name, parameter in one.parameters.items():
+        torch.testing.assert_close(parameter.grad, wanted[name].grad, atol=1e-6, rtol=1e-4)
 
 
 def test_an_update_raises_what_has_a_positive_advantage(pristine: Any) -> None:

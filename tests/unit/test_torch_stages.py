@@ -275,7 +275,9 @@ def test_tokens_that_the_policy_did_not_draw_are_not_compared() -> None:
     columns["token_versions"] = Ragged(versions.values.masked_fill(inserted, -1), versions.lengths)
     run = Train(POLICY, on=LEARNER, lr=1e-3, minibatches=2).setup(context(LEARNER))
     metrics = run(columns, Task(stage="train", step=5)).metrics
-    assert metrics["mismatch_ratio_max"] == pytest.approx(1.0, abs=1e-4) and metrics["staleness_max"] == 5.0
+    assert metrics["staleness_max"] == metrics["staleness_mean"] == 5.0
+    same = {"mismatch_kl": 0.0, "token_mult_prob_error": 1.0, "mismatch_ratio_max": 1.0, "mismatch_ess": 1.0}
+    assert {name: metrics[name] for name in same} == pytest.approx(same, abs=1e-4)
     columns["token_versions"] = Ragged(torch.full_like(versions.values, -1), versions.lengths)
     with pytest.raises(StageError, match="minibatch 1 of 'train' has no token that the policy drew"):
         run(columns, Task(stage="train", step=6))

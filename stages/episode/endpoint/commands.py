@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-import math
 import os
 import re
 import secrets
@@ -28,8 +27,8 @@ from stages.episode.endpoint.keeper import EndCommand, EndedCommand, StartComman
 from stages.episode.endpoint.server import HOST, MODEL, EndpointServer
 from stages.episode.endpoint.session import CommandEnded, NextRequest, Session
 from stages.episode.environment import Reply
-from stages.episode.frames import HostAnswer, frames, send
-from stages.episode.host import is_end
+from stages.episode.frames import HostAnswer, UnsendableError, frames, send
+from stages.episode.host import finite, is_end
 from stages.episode.loop_thread import LoopThread
 from stages.episode.processes import EnvironmentFailedError
 
@@ -90,6 +89,8 @@ class CommandPlace:
         except TimeoutError:
             await self._close(0.0)
             raise EnvironmentFailedError(method, "deadline", f"it took longer than {deadline_s:g} s") from None
+        except UnsendableError as error:
+            raise EnvironmentFailedError(method, "unsendable", str(error)) from error
 
     def _running(self) -> Session:
         if self._session is None:
@@ -247,12 +248,11 @@ def result_in(printed: str) -> tuple[str, float]:
     lines = printed.strip().splitlines()
     try:
         found = json.loads(lines[-1]) if lines else None
-    except ValueError:
+    except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):
         return "answered", 0.0
     end, reward = found.get("end", "answered"), found.get("reward", 0.0)
-    is_number = isinstance(reward, int | float) and not isinstance(reward, bool) and math.isfinite(reward)
-    if not (is_end(end) and is_number):
+    if not (is_end(end) and isinstance(reward, int | float) and not isinstance(reward, bool)):
         raise ValueError(f"its last line is {lines[-1]:.100}; end is a word, not lost: or failed:, and reward a number")
-    return end, float(reward)
+    return end, finite(reward)
