@@ -177,6 +177,7 @@ def test_ticks_and_smoothing(opened):
         return tab.evaluate(chart, ["tickTexts", values, each, unit])
 
     assert texts([0, 0.05, 0.1], 0.05) == ["0", "0.05", "0.10"]
+    assert texts([0.25, 0.5], 0.25) == ["0.25", "0.50"]
     assert texts([0, 20, 40], 20) == ["0", "20", "40"]
     assert texts([0.995, 0.9955], 0.0005) == ["0.9950", "0.9955"]
     assert texts([0, 2e-5], 1e-5) == ["0", "2.0e-5"]
