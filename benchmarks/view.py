@@ -1,10 +1,13 @@
-"""The cost of the web view next to a run: CPU seconds per minute with 0, 1 and 20 pages, and memory of a long replay.
+"""The cost of the web view next to a run: CPU seconds per minute with 0, 1 and 20 pages, and memory of a long replay;
+and how soon a long run opens in a browser, and how its pages scroll.
 
-python -m benchmarks.view [--seconds 60] [--events-per-s 200] [--spans 300000] [--out FILE]
+python -m benchmarks.view [--seconds 60] [--events-per-s 200] [--spans 300000] [--steps 10000] [--out FILE]
 
 The view follows a simulated record that is written line by line at a steady pace. A page makes the requests of a
 browser: the stream of rows, and the findings as steps end, at least ten seconds apart. Then the view follows a record
-of many spans from its first byte to its end; the server's memory is read after each tenth.
+of many spans from its first byte to its end; the server's memory is read after each tenth. At last a finished run of
+many steps, with 100 samples and about 40 metrics each, is opened in Chromium, page by page: the first page is the first
+that this server shows.
 """
 
 from __future__ import annotations
@@ -12,11 +15,14 @@ from __future__ import annotations
 import argparse
 import http.client
 import os
+import shutil
 import tempfile
 import threading
 import time
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from benchmarks.report import report
 from pipeline.record import trace
@@ -26,6 +32,21 @@ from tests.web.folders import written
 from tests.web.serving import Served, serving
 
 PAGES = (0, 1, 20)
+SAMPLES, METRICS = 100, 36  # of each step of the long run
+CONTENT = {  # of each page, that shows that it is there
+    "graph": ".node",
+    "timeline": "canvas",
+    "staleness": ".bars",
+    "metrics": ".metric canvas",
+    "samples": ".response",
+}
+WAIT_MS = 120_000
+FRAMES = """() => {
+  window.frames_ms = [];
+  let before = 0;
+  const next = (at) => { if (before) window.frames_ms.push(at - before); before = at; requestAnimationFrame(next); };
+  requestAnimationFrame(next);
+}"""
 FINDINGS_S = 10.0
 TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -129,21 +150,75 @@ def replay(spans: int) -> dict[str, Any]:
     }
 
 
+def long_run(path: Path, steps: int) -> RunDir:
+    """Write a finished run with `SAMPLES` samples per step."""
+    plan, events = simulated(steps=steps, batch=12, max_staleness=1)
+    metrics = {f"train/part_{n}": n + 0.123456789 for n in range(METRICS)}
+    run_dir = written(path, plan, [_with(event, metrics) for event in events])
+    for step in range(steps):
+        (row,) = map(msgspec.json.decode, run_dir.samples(step).read_bytes().splitlines())
+        rows = [row | {"key": f"{step:08d}_g{n:03d}"} for n in range(SAMPLES)]
+        run_dir.samples(step).write_bytes(b"".join(msgspec.json.encode(one) + b"\n" for one in rows))
+    return run_dir
+
+
+def _with(event: trace.TraceEvent, metrics: dict[str, float]) -> trace.TraceEvent:
+    if not isinstance(event, trace.StepEnded):
+        return event
+    return msgspec.structs.replace(event, metrics=event.metrics | metrics)
+
+
+def opened(steps: int) -> list[dict[str, Any]]:
+    """Open each page of a long run: seconds until it shows its content, and until all rows are there; and milliseconds
+    between two frames while it is scrolled."""
+    from playwright.sync_api import sync_playwright
+
+    found = []
+    with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
+        long_run(Path(folder) / "long", steps)
+        with serving(Path(folder)) as served:
+            browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+            tab = browser.new_page(viewport={"width": 1280, "height": 800})
+            tab.goto(served.address.partition("#")[0])
+            for page, content in CONTENT.items():
+                tab.goto("about:blank")
+                begun_s, before_s = time.monotonic(), cpu_s(served.process.pid)
+                tab.goto(f"{served.address.partition('?')[0]}#/long/{page}")
+                tab.wait_for_selector(f"main[aria-busy=false] {content}", timeout=WAIT_MS)
+                shown_s = time.monotonic() - begun_s
+                tab.wait_for_selector("main[data-complete=true]", timeout=WAIT_MS)
+                row = {"page": page, "shown_s": round(shown_s, 2), "complete_s": round(time.monotonic() - begun_s, 2)}
+                row["server_cpu_s"] = round(cpu_s(served.process.pid) - before_s, 2)
+                tab.wait_for_timeout(1000)
+                tab.evaluate(FRAMES)
+                for _ in range(40):
+                    tab.mouse.wheel(0, 120)
+                    tab.wait_for_timeout(40)
+                frames = sorted(tab.evaluate("window.frames_ms"))
+                row |= {"frame_ms": round(frames[len(frames) // 2], 1), "slow_frame_ms": round(frames[-2], 1)}
+                found.append(row)
+            browser.close()
+    return found
+
+
 def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--events-per-s", type=float, default=200.0)
     parser.add_argument("--spans", type=int, default=300_000)
+    parser.add_argument("--steps", type=int, default=10_000)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     rows = [live(pages, options.seconds, options.events_per_s) for pages in PAGES]
     found = replay(options.spans)
+    pages = opened(options.steps)
     notes = (
         f"A simulated run that writes {options.events_per_s:g} events per second for {options.seconds:g} s; "
         f"mib_per_page is what a page received. Replay with one page: {found['spans']} spans, server memory in "
         f"MiB after each tenth {found['memory_mib']}, growth over the second half "
-        f"{100 * found['second_half_growth']:.1f} %."
+        f"{100 * found['second_half_growth']:.1f} %. A run of {options.steps} steps with {SAMPLES} samples each, "
+        f"page by page in Chromium: {pages}."
     )
     report("view", rows, list(rows[0]), notes, options.out)
 

@@ -366,7 +366,9 @@ TraceEvent = (
 )
 BLOCK = 1 << 16  # bytes per read
 _DECODER = msgspec.json.Decoder(TraceEvent)
+SKIMMED_BYTES = 1 << 20  # at a time
 _HEAD = b'{"type":"'  # of a line; its tag follows
+_RAN = _HEAD + b'ran"'
 _KINDS: dict[bytes, type] = {str(kind.__struct_config__.tag).encode(): kind for kind in get_args(TraceEvent)}
 
 
@@ -454,17 +456,31 @@ def read(path: Path, offset: int = 0) -> Iterator[tuple[int, TraceEvent]]:
             yield offset, _decoded(line)
 
 
-def skim(path: Path, offset: int, kinds: frozenset[type]) -> Iterator[tuple[int, TraceEvent | type]]:
-    """Yield the same, but of events of other kinds only their class: their lines are not decoded, which is most of the
-    time of reading."""
+class Skimmed(msgspec.Struct, frozen=True, kw_only=True):
+    """Events of a part of a record up to byte `offset`, each with the byte where it begins. `ran` is the number of
+    lines of tasks that are not among them."""
+
+    offset: int
+    events: list[tuple[int, TraceEvent]]
+    ran: int
+
+
+def skim(path: Path, offset: int, until: int, kinds: frozenset[type]) -> Skimmed:
+    """Read some complete lines from byte `offset`, none after byte `until`, and decode only those of some kinds: that
+    is most of the time of reading. If there is none, `offset` stays."""
     with path.open("rb") as file:
         file.seek(offset)
-        for line in file:
-            if not line.endswith(b"\n"):
-                return
-            offset += len(line)
-            kind = _KINDS.get(line[len(_HEAD) : line.find(b'"', len(_HEAD))]) if line.startswith(_HEAD) else None
-            yield offset, _decoded(line) if kind is None or kind in kinds else kind
+        block = file.read(max(0, min(SKIMMED_BYTES, until - offset)))
+        if len(block) == SKIMMED_BYTES and b"\n" not in block:
+            block += file.readline()
+    block = block[: block.rfind(b"\n") + 1]
+    passed = tuple(_HEAD + tag + b'"' for tag, kind in _KINDS.items() if kind not in kinds)
+    events, at = [], 0
+    for line in [line for line in block.split(b"\n")[:-1] if not line.startswith(passed)]:
+        at = block.index(line, at)
+        events.append((offset + at, _decoded(line)))
+        at += len(line)
+    return Skimmed(offset=offset + len(block), events=events, ran=0 if Ran in kinds else block.count(_RAN))
 
 
 def _decoded(line: bytes) -> TraceEvent:

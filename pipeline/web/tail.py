@@ -30,9 +30,8 @@ RECENT_BYTES = 4 << 20  # the end of a record that is decoded whole
 LATER = frozenset({trace.Ran, trace.Got, trace.Put})  # of long ago, that leave no trace in the current state
 SPANS = 100_000  # about as many of the last spans are sent to a page,
 EPISODES = 4_000  # and of the last episodes
-Kinds = frozenset[type]
-ALL: Kinds = frozenset(get_args(trace.TraceEvent))
-ROWS: Kinds = frozenset(
+ALL: frozenset[type] = frozenset(get_args(trace.TraceEvent))
+ROWS: frozenset[type] = frozenset(
     {
         *(trace.Ran, trace.Spent, trace.Turned, trace.StepEnded, trace.Published, trace.Trained, trace.Dropped),
         *(trace.Started, trace.Retried, trace.Checkpointed, trace.Diverged, trace.Stopping, trace.Failed, trace.Ended),
@@ -68,8 +67,10 @@ class Record:
         with of_a_run(RunDir(path).events):
             recent = RunDir(path).events.stat().st_size - RECENT_BYTES
         outside = any(stage.shape == "external" for stage in record.plan.stages)  # its puts count as its tasks
-        early = ALL - LATER | ({trace.Put} if outside else frozenset())
-        while record._next(early if record.offset < recent else ALL) is not None:
+        kinds = ALL - LATER | ({trace.Put} if outside else frozenset())
+        while record._skim(recent, kinds):
+            pass
+        while record._next():
             pass
         return record
 
@@ -77,58 +78,56 @@ class Record:
         """Read the next block; None if nothing new was written. Raises GraphError for a line that is not an
         event, or whose stage or group is not in the plan."""
         before = self.offset
-        events = self._next(ALL)
+        events = self._next()
         return PageBlock(offset=self.offset, rows=self._rows(before, events)) if events else None
 
-    def _next(self, kinds: Kinds) -> list[tuple[int, trace.TraceEvent]] | None:
-        """Read the next block: its events of these kinds, each with the byte where it begins. None at the end."""
-        begin = behind = self.offset
+    def _next(self) -> list[tuple[int, trace.TraceEvent]]:
+        """Read the events of the next block, each with the byte where it begins."""
+        behind = self.offset
         events: list[tuple[int, trace.TraceEvent]] = []
-        spans = episodes = 0
-        with consistent(self._run_dir.path), of_a_run(self._run_dir.events):
-            for offset, event in islice(trace.skim(self._run_dir.events, begin, kinds), EVENTS):
-                if isinstance(event, type):
-                    spans += event is trace.Ran
-                    behind = offset
-                    continue
+        for offset, event in self._read(behind):
+            events.append((behind, event))
+            behind = offset
+        self._take(events, behind, sum(isinstance(event, trace.Ran) for _, event in events))
+        return events
+
+    def _skim(self, until: int, kinds: frozenset[type]) -> bool:
+        """Read on, and only decode some kinds of events. Returns whether there was anything before byte `until`."""
+        before = self.offset
+        with of_a_run(self._run_dir.events):
+            found = trace.skim(self._run_dir.events, before, until, kinds)
+        self._take(found.events, found.offset, found.ran)
+        return found.offset > before
+
+    def _take(self, events: list[tuple[int, trace.TraceEvent]], behind: int, spans: int) -> None:
+        """Apply the events up to a byte, among or between which are that many spans."""
+        with consistent(self._run_dir.path):
+            for begin, event in events:
                 if isinstance(event, trace.Started):
-                    self._begin(event, behind)
+                    self._begin(event, begin)
                 elif isinstance(event, trace.Placed):
                     self._place(event)
-                elif isinstance(event, trace.Spent):
-                    episodes += len(event.samples)
-                spans += isinstance(event, trace.Ran)
                 self._live.apply(event)
-                events.append((behind, event))
-                behind = offset
-        if behind == begin:
-            return None
-        self._marks.append((behind, self._marks[-1][1] + spans, self._marks[-1][2] + episodes))
-        self.offset = behind
-        return events
+        if behind > self.offset:
+            episodes = sum(len(event.samples) for _, event in events if isinstance(event, trace.Spent))
+            self._marks.append((behind, self._marks[-1][1] + spans, self._marks[-1][2] + episodes))
+            self.offset = behind
 
     def block(self, offset: int) -> PageBlock | None:
         """Return the rows after a known byte, without spans and episodes that are too old; None at the end."""
-        begins = {"spans": self._begins(1, SPANS), "episodes": self._begins(2, EPISODES)}
-        kept = {name: offset >= begin for name, begin in begins.items()}
-        kinds = (
-            ROWS
-            - (frozenset() if kept["spans"] else {trace.Ran})
-            - (frozenset() if kept["episodes"] else {trace.Spent})
-        )
-        until = min((begin for begin in begins.values() if begin > offset), default=self.offset)
-        events: list[tuple[int, trace.TraceEvent]] = []
-        behind = offset
+        begins = {trace.Ran: self._begins(1, SPANS), trace.Spent: self._begins(2, EPISODES)}
+        old = frozenset(kind for kind, begin in begins.items() if offset < begin)
+        kept = {"spans": trace.Ran not in old, "episodes": trace.Spent not in old}
+        until = min((begins[kind] for kind in old), default=self.offset)
         with of_a_run(self._run_dir.events):
-            for at, event in trace.skim(self._run_dir.events, offset, kinds):
-                if at > until or len(events) == EVENTS:
-                    break
-                if not isinstance(event, type):
-                    events.append((behind, event))
-                behind = at
-        if behind == offset:
+            found = trace.skim(self._run_dir.events, offset, until, ROWS - old)
+        if found.offset == offset:
             return None
-        return PageBlock(offset=behind, rows=self._rows(offset, events, **kept))
+        return PageBlock(offset=found.offset, rows=self._rows(offset, found.events, **kept))
+
+    def _read(self, offset: int) -> list[tuple[int, trace.TraceEvent]]:
+        with of_a_run(self._run_dir.events):
+            return [*islice(trace.read(self._run_dir.events, offset), EVENTS)]
 
     def _begins(self, counted: int, most: int) -> int:
         """Return the last mark after which at least as many spans (1) or episodes (2) follow as a page gets; 0 if there

@@ -177,6 +177,7 @@ def test_ticks_and_smoothing(opened):
         return tab.evaluate(chart, ["tickTexts", values, each, unit])
 
     assert texts([0, 0.05, 0.1], 0.05) == ["0", "0.05", "0.10"]
+    assert texts([0.25, 0.5], 0.25) == ["0.25", "0.50"]
     assert texts([0, 20, 40], 20) == ["0", "20", "40"]
     assert texts([0.995, 0.9955], 0.0005) == ["0.9950", "0.9955"]
     assert texts([0, 2e-5], 1e-5) == ["0", "2.0e-5"]
@@ -212,11 +213,11 @@ def test_pages_answer_in_words(opened, page, question, answer):
 
 def test_the_graph_marks_the_critical_path_and_its_share(opened, served):
     """A pair is drawn on the path if its stages follow each other in at least half of the steps."""
-    found = msgspec.json.decode(served.ask("/api/runs/plain/findings")[2])
+    found = msgspec.json.decode(served.ask("/api/runs/ahead/findings")[2])
     stages = [span[0] for path in found["paths"] for span in path["spans"] if span[0] != "no stage"]
     pairs = Counter(f"{a}>{b}" for a, b in pairwise(stages) if a != b)
     often = {pair for pair, count in pairs.items() if count >= len(found["paths"]) / 2}
-    tab = opened("plain")
+    tab = opened("ahead")
     tab.wait_for_selector(".edge.on", timeout=WAIT_MS)
     lines = tab.locator(".edge[data-line]").evaluate_all("all => all.map(one => one.dataset.line)")
     drawn = tab.locator(".edge.on").evaluate_all("all => all.map(one => one.dataset.line)")

@@ -155,7 +155,7 @@ function App() {
       ${at.run && html`<${Tabs} run=${at.run} page=${at.page} />`}
     </header>
     ${ready && html`<${Status} run=${run} />`}
-    <main id="main" tabindex="-1" aria-busy=${!!at.run && !error && !ready}>
+    <main id="main" tabindex="-1" aria-busy=${!!at.run && !error && !ready} data-complete=${!!ready && !run.now.loading}>
       ${error ? html`<div class="alert" role="alert">${error}</div>`
         : !at.run ? html`${at.problem && html`<div class="alert soft" role="alert">${at.problem}</div>`}<${Runs} />`
           : ready ? html`<${Trouble} run=${run} /><${Diverged} run=${run} /><${Page} run=${run} query=${at.query} />` : html`<${Empty}>Reading the record …<//>`}

@@ -8,7 +8,7 @@ const LETTER = 7.5; // pixels
 
 // The texts of ticks that lie `each` apart: as many decimal places as it takes to tell them from each other.
 export function tickTexts(values, each, unit) {
-  const places = (size) => Math.min(10, Math.max(0, -Math.floor(Math.log10(size) + 1e-9)));
+  const places = (size) => [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10].find((n) => Math.abs(size * 10 ** n - Math.round(size * 10 ** n)) < 1e-6 * size * 10 ** n) ?? 10;
   if (unit === "bytes") return values.map((value) => bytes(value));
   if (unit === "%") return values.map((value) => `${(100 * value).toFixed(places(100 * each))} %`);
   const largest = Math.max(...values.map(Math.abs));

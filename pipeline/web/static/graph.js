@@ -17,7 +17,7 @@ export function Graph({ run, query }) {
     ${named && html`<${Panel} run=${run} name=${named} close=${() => select("")} />`}
     <div class="columns">
       <div><${Verdict} run=${run} /></div>
-      <div><${Hints} run=${run} /></div>
+      <div>${!run.now.loading && html`<${Hints} run=${run} />`}</div>
       <div><${Idle} run=${run} /><${Episodes} run=${run} /></div>
     </div>`;
 }
@@ -117,7 +117,7 @@ function Node({ node, run, path, selected, select, press }) {
     <span class="name" title=${node.stage}>${node.stage}</span>
     <span class=${`why ${now.state}`}>${ICONS[now.state]} ${now.why}</span>
     <span class="spent" title="Seconds of its tasks in the last step; its share of the critical path"><span>${now.seconds ? seconds(now.seconds) : ""}</span>${share >= 0.005 && html`<b>${percent(share)}</b>`}</span>
-    ${stage.writes.length > 0 && html`<span class="writes" title=${`writes ${stage.writes.join(", ")}`}>→ ${stage.writes[0]}${stage.writes.length > 1 ? ` +${stage.writes.length - 1}` : ""}</span>`}
+    ${stage.writes.length > 0 && html`<span class="writes" title=${`writes ${stage.writes.join(", ")}`}><span>→ ${stage.writes[0]}</span>${stage.writes.length > 1 && html`<span>+${stage.writes.length - 1}</span>`}</span>`}
   </button>`;
 }
 

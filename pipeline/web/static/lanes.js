@@ -7,7 +7,7 @@ const LARGE = { bar: 18, gap: 2, space: 10, label: true };
 const TALL = 2400; // pixels; if the lanes do not fit, they are drawn as thin lines with one name per group
 const STRIP = 44; // pixels of the open episodes below the tasks of their worker
 export const GUTTER = 128;
-const LINE_GAP = 4; // pixels between two steps that both get a line
+const LINE_GAP = 6; // pixels per step from which on each gets a line
 const CROWDED = 1; // spans per pixel from which on only their shares are drawn
 
 // Names a span in an address: stage, group, worker, and its start.
@@ -119,10 +119,12 @@ export function episodesAt(made, view, width, x, y) {
   return counts && counts.some((count) => count) ? { counts, at } : null;
 }
 
+const CLOCK = [30, 60, 120, 300, 600, 1800, 3600, 7200, 18000, 36000, 86400, 172800, 432000, 864000]; // seconds between ticks
+
 export function ticks(view, width) {
   const wanted = ((view[1] - view[0]) / Math.max(1, width - GUTTER)) * 110;
   const base = 10 ** Math.floor(Math.log10(wanted));
-  const step = [1, 2, 5, 10].map((n) => n * base).find((n) => n >= wanted);
+  const step = wanted > 20 ? CLOCK.find((n) => n >= wanted) || wanted : [1, 2, 5, 10].map((n) => n * base).find((n) => n >= wanted);
   const found = [];
   for (let at = Math.ceil(view[0] / step) * step; at <= view[1]; at += step) found.push([at, step]);
   return found;
@@ -137,7 +139,7 @@ function fitted(context, name, room) {
 }
 
 const short = (name) => (name.length > 18 ? `${name.slice(0, 17)}…` : name);
-const clock = (at, step) => (step >= 1 ? `${Math.round(at)} s` : `${at.toFixed(Math.min(6, Math.ceil(-Math.log10(step))))} s`);
+const clock = (at, step) => (step >= 30 ? `${Math.floor(at / 3600)}:${String(Math.floor((at % 3600) / 60)).padStart(2, "0")}${step < 60 ? `:${String(Math.floor(at % 60)).padStart(2, "0")}` : ""} h` : step >= 1 ? `${Math.round(at)} s` : `${at.toFixed(Math.min(6, Math.ceil(-Math.log10(step))))} s`);
 
 // Draws everything; `look` has the colors of the theme.
 export function draw(canvas, made, scene, look) {
@@ -180,18 +182,21 @@ export function draw(canvas, made, scene, look) {
     context.fillRect(x(at), 0, 1, 14);
     context.fillStyle = look.dim;
   }
-  let drawn = -Infinity;
-  for (const [number, at] of steps) {
-    if (at < view[0] || at > view[1]) continue;
-    if (x(at) - drawn >= LINE_GAP) {
-      drawn = x(at);
+  const inside = steps.filter(([, at]) => at >= view[0] && at <= view[1]);
+  const sparse = inside.length * LINE_GAP < width - GUTTER;
+  for (const [number, at] of inside) {
+    const text = `step ${number + 1}`;
+    if (sparse) {
       context.fillStyle = look.strong;
-      context.fillRect(Math.round(drawn), 16, 1, made.height);
+      context.fillRect(Math.round(x(at)), 16, 1, made.height);
     }
     if (x(at) - free < 44) continue;
-    const text = `step ${number + 1}`;
     const wide = context.measureText(text).width;
-    if (x(at) - wide - 4 > free) {
+    if (x(at) - wide - 12 > free && x(at) - wide - 4 >= GUTTER) {
+      if (!sparse) {
+        context.fillStyle = look.strong;
+        context.fillRect(Math.round(x(at)), 16, 1, 10);
+      }
       context.fillStyle = look.dim;
       context.fillText(text, x(at) - wide - 4, 20);
       free = x(at);

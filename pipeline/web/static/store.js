@@ -32,7 +32,6 @@ export class Run {
     this.about = await get(`runs/${this.name}/about`);
     this.close = follow(this.name, (name, data) => this.take(name, data), (lost) => this.mark(lost));
     this.changed();
-    await this.find();
   }
 
   close() {}
@@ -45,7 +44,7 @@ export class Run {
     if (name === "again") this.clear();
     if (name === "now") {
       this.now = data;
-      this.seen = performance.now();
+      if (!data.loading && !this.found) this.find(); // not while the server sends the rows
     }
     if (name === "rows") {
       const before = this.steps.length;
@@ -57,7 +56,7 @@ export class Run {
       this.spent.splice(0, kept);
       if (this.spans.length > SPANS) this.spans.splice(0, this.spans.length - SPANS);
       this.changes += 1;
-      if (this.steps.length > before) this.find();
+      if (this.steps.length > before && this.found) this.find();
     }
     this.changed();
   }

@@ -7,6 +7,7 @@ import { inWords, KINDS, SAYS } from "./episodes.js";
 import { Episodes, Idle, Verdict } from "./graph.js";
 
 const LOUD = new Set(["failed", "retried", "diverged"]); // events whose kind is shown
+const PAGE = 100000; // tasks that a page gets at least, if the run has as many
 const LATEST = 5; // number of steps shown initially
 
 function looks(plan) {
@@ -151,6 +152,7 @@ export function Timeline({ run, query }) {
       <ul class="keys">${run.about.plan.stages.map((stage) => html`<li key=${stage.name}><${Swatch} colour=${colourOf(run.about.plan, stage.name)} />${stage.name}</li>`)}
         <li><span class="swatch" style=${{ background: "var(--path)", height: "3px", width: "20px" }}></span>critical path</li></ul>
       ${run.spent.length > 0 && html`<ul class="keys" aria-label="Episodes">${KINDS.map((kind) => html`<li key=${kind} title=${SAYS[kind]}><${Swatch} colour=${`var(--e-${kind})`} />${kind}</li>`)}</ul>`}
+      ${run.spans.length >= PAGE && html`<p class="small dim">Tasks are drawn from ${seconds(made.order[0][5])} on: a page gets the last ${number(PAGE)} or more. Export has all.</p>`}
       <p class="small dim" aria-live="polite">${chosen ? html`${textOf(chosen).replaceAll("\n", ", ")} · <a href=${link(run.name, "graph", { stage: chosen[0] })}>Stage ${chosen[0]}</a>${chosen[3] >= 0 && html` · <a href=${link(run.name, "samples", { step: chosen[3] + 1 })}>Samples of step ${chosen[3] + 1}</a>`}` : "Drag to move, Ctrl and wheel to zoom; keys: ← → + − Home End [ ]."}</p>
     </section>
     <div class="split"><${Verdict} run=${run} /><div><${Idle} run=${run} /><${Episodes} run=${run} /></div></div>
