@@ -24,6 +24,7 @@ MODULES = (
     *("pipeline", "stages", "stages.vocabulary", "ops.rewards"),
     *("ops.sandbox", "ops.sandbox.containers", "ops.refit.transports"),
 )
+CURVES = RESULTS / "recipes.json"
 PROBLEM = re.compile(r"(?P<where>\S.*?): (?:warning: )?(?P<what>\S.*); (?P<why>\S.*)\. Fix: (?P<fix>\S.*)")
 WIDTH = "100"  # of the help of commands, in characters
 HELP_S = 120
@@ -52,7 +53,7 @@ def of_recipes() -> str:
         "# Recipes",
         "`python -m pipeline.run NAME` runs one, and `python -m pipeline.new mine --from NAME` copies it to edit.",
     ]
-    kept = json.loads((RESULTS / "recipes.json").read_text())
+    kept = json.loads(CURVES.read_text()) if CURVES.exists() else {"rows": []}
     curves = {row["recipe"]: row for row in kept["rows"]}
     for path, says in recipes():
         own = helped("pipeline.run", path.stem).partition("flags of graph()")
@@ -72,8 +73,8 @@ def _learned(row: Mapping[str, Any], hardware: Mapping[str, Any]) -> str:
     """What a kept curve says."""
     return (
         f"**It learns**: `{row['score']}` from {row['before']} to {row['after']} in {row['steps']} steps and "
-        f"{row['wall s']:.0f} s on {hardware['cores']} cores ({hardware['processor']}), medians of {row['seeds']} seeds; "
-        f"the worst seed ends at {row['worst after']:g} (`python -m benchmarks.recipes`). A line is a seed:"
+        f"{row['wall s']:.0f} s on {hardware['cores']} cores ({hardware['processor']}), medians of {row['seeds']} "
+        f"seeds; the worst ends at {row['worst after']:g} (`python -m benchmarks.recipes`). A line is a seed:"
     )
 
 
