@@ -218,7 +218,7 @@ def test_the_graph_marks_the_critical_path_and_its_share(opened, served):
     pairs = Counter(f"{a}>{b}" for a, b in pairwise(stages) if a != b)
     often = {pair for pair, count in pairs.items() if count >= len(found["paths"]) / 2}
     tab = opened("ahead")
-    tab.wait_for_selector(".edge.on", timeout=WAIT_MS)
+    tab.wait_for_selector(".edge.on", state="attached", timeout=WAIT_MS)
     lines = tab.locator(".edge[data-line]").evaluate_all("all => all.map(one => one.dataset.line)")
     drawn = tab.locator(".edge.on").evaluate_all("all => all.map(one => one.dataset.line)")
     assert sorted(drawn) == sorted(often & set(lines)) and "train>refit" in drawn
