@@ -5,14 +5,15 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import io
 import json
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping
+from contextlib import redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from docs.site.curves import drawing
 from pipeline.__main__ import COMMANDS
@@ -27,7 +28,6 @@ MODULES = (
 CURVES = RESULTS / "recipes.json"
 PROBLEM = re.compile(r"(?P<where>\S.*?): (?:warning: )?(?P<what>\S.*); (?P<why>\S.*)\. Fix: (?P<fix>\S.*)")
 WIDTH = "100"  # of the help of commands, in characters
-HELP_S = 120
 
 
 def pages() -> Iterator[tuple[str, str]]:
@@ -133,9 +133,10 @@ def results() -> str:
 
 def helped(module: str, *words: str) -> str:
     """What a command prints for --help."""
-    given = {"cwd": ROOT, "env": os.environ | {"COLUMNS": WIDTH, "NO_COLOR": "1"}, "timeout": HELP_S}
-    done = subprocess.run([sys.executable, "-m", module, *words, "--help"], check=True, stdout=subprocess.PIPE, **given)
-    return done.stdout.decode().rstrip()
+    printed = io.StringIO()
+    with patch.dict(os.environ, {"COLUMNS": WIDTH, "NO_COLOR": "1"}), redirect_stdout(printed), suppress(SystemExit):
+        importlib.import_module(module).main([*words, "--help"])
+    return printed.getvalue().rstrip()
 
 
 def _is_own(module: Any, name: str) -> bool:

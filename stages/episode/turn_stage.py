@@ -241,7 +241,7 @@ class TurnStage(SamplingStage, ABC):
             if made.is_lost:
                 lost.append(made.end)
             if len(lost) > most_lost:
-                raise TooManyLostError(lost)
+                raise TooManyLostError(tuple(lost))
             return made
 
         async def run() -> list[Played]:

@@ -130,7 +130,12 @@ def started(
 
 @pytest.mark.parametrize(
     ("executor", "number"),
-    [("local", signal.SIGHUP), ("local", signal.SIGINT), ("ray", signal.SIGINT), ("ray", signal.SIGTERM)],
+    [
+        ("local", signal.SIGHUP),
+        ("local", signal.SIGINT),
+        pytest.param("ray", signal.SIGINT, marks=pytest.mark.search),
+        ("ray", signal.SIGTERM),
+    ],
 )
 @pytest.mark.usefixtures("signals_are_not_ignored")
 def test_a_command_that_gets_a_signal_saves_and_can_be_resumed(tmp_path, executor, number):

@@ -285,8 +285,8 @@ def test_the_command_sluice_has_every_command(tmp_path):
         assert sluice(tmp_path, name, "--help")[1].startswith(f"usage: sluice {name} ")
     assert sluice(tmp_path, "rum")[::2] == (
         2,
-        "command line: there is no command 'rum'; the commands are run, view, analyse, simulate, export, forward, "
-        "mirror. Fix: "
+        "command line: there is no command 'rum'; the commands are run, new, view, analyse, simulate, export, "
+        "forward, mirror. Fix: "
         "did you mean sluice run?\n",
     )
 

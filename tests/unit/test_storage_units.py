@@ -145,7 +145,7 @@ def test_a_resumed_run_has_as_many_and_joins_the_same_cluster(units, address):
     options = SimpleNamespace(
         executor="ray", storage_units=units, address=address, trusted_network=bool(address), mirror=None
     )
-    asked = SimpleNamespace(options=options, file=SimpleNamespace(path=Path("graph.py")), near=str)
+    asked = SimpleNamespace(options=options, file=SimpleNamespace(named="graph.py"), near=str)
     command = run._resume_command(asked, RunDir(Path("run")))  # type: ignore[arg-type]
     assert command.endswith(f"graph.py --executor ray{words} --run-dir run --resume")
 
