@@ -30,6 +30,7 @@ class TimeLeft:
 
     def __init__(self, plan: Plan, start: int) -> None:
         self._plan, self._start, self._done = plan, start, start
+        self._ahead = self._kinds_from(start)
         self._took_s: dict[Kind, list[float]] = {}
         self._known_s: dict[str, float] = {}
 
@@ -39,13 +40,21 @@ class TimeLeft:
 
     def took(self, step: int, seconds: float) -> None:
         """Note the time from the end of the step before to the end of this one."""
+        kind = self._kind(step)
+        self._took_s.setdefault(kind, []).append(seconds)
+        if step == self._done:
+            self._ahead[kind] -= 1
+        else:  # the run has gone back to a checkpoint
+            self._ahead = self._kinds_from(step + 1)
         self._done = step + 1
-        self._took_s.setdefault(self._kind(step), []).append(seconds)
 
     def seconds(self) -> float:
         """Return the seconds until the last step ends."""
-        ahead = Counter(map(self._kind, range(self._done, self._plan.steps)))
-        return sum(count * self._step_s(kind) for kind, count in ahead.items())
+        return sum(count * self._step_s(kind) for kind, count in self._ahead.items())
+
+    def _kinds_from(self, step: int) -> Counter[Kind]:
+        """Count the steps to come by kind."""
+        return Counter(map(self._kind, range(step, self._plan.steps)))
 
     def _kind(self, step: int) -> Kind:
         if step == self._start:

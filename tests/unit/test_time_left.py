@@ -88,3 +88,10 @@ def test_a_part_of_a_run_begins_with_its_own_slow_step_and_a_run_that_is_over_ha
         left.took(step, 1.0)
     assert left.seconds() == 0.0
     assert TimeLeft(planned(20), 0).seconds() == 0.0  # nothing is known
+
+
+def test_a_run_that_goes_back_to_a_checkpoint_has_its_steps_before_it_again():
+    left = TimeLeft(planned(100), 0)
+    for step in (*range(60), *range(40, 50)):
+        left.took(step, 2.0)
+    assert left.seconds() == pytest.approx(2.0 * 50)
