@@ -19,6 +19,7 @@ from pipeline.errors import GraphError, Problem
 from pipeline.plan.plan import Plan
 from pipeline.precedence import typed
 from pipeline.reading import decode, readable
+from pipeline.record.runs import list_runs
 from pipeline.rundir import RunDir, private
 from pipeline.writing import recording, replace
 
@@ -86,7 +87,7 @@ def recorded(path: str | None, here: Path = Path()) -> RunRecord:
                 where="--resume",
                 what="no run directory is named",
                 why="a run resumes in its own directory",
-                fix=f"--run-dir {shlex.quote(_newest(here / 'runs', here) or 'RUN')} --resume",
+                fix=f"--run-dir {shlex.quote(_newest(here))} --resume",
             )
         )
     record = RunDir(here / path).run_json
@@ -103,10 +104,9 @@ def recorded(path: str | None, here: Path = Path()) -> RunRecord:
         return decode(record.read_bytes(), RunRecord)
 
 
-def _newest(runs: Path, here: Path) -> str | None:
-    """Return the run in a folder that was written last, by its path from `here`."""
-    found = [path for path in runs.glob("*/run.json") if path.is_file()]
-    return str(max(found, key=lambda path: path.stat().st_mtime_ns).parent.relative_to(here)) if found else None
+def _newest(here: Path) -> str:
+    """Return the newest of the runs in runs/, by its path from `here`; RUN if there is none."""
+    return next((str(run.path.relative_to(here)) for run in list_runs(here / "runs")), "RUN")
 
 
 def resume_step(text: str) -> int | None:
