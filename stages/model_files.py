@@ -4,7 +4,6 @@ model and no torch."""
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from difflib import get_close_matches
 from pathlib import Path
@@ -23,10 +22,9 @@ _NAMES_CODE = ("config.json", "tokenizer_config.json")
 
 def in_hub_cache(name: str) -> bool:
     """Whether the hub's cache on this machine has files of a model, which then loads without a network."""
-    given = os.environ
-    home = given.get("HF_HOME") or Path(given.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "huggingface"
-    cache = given.get("HF_HUB_CACHE") or given.get("HUGGINGFACE_HUB_CACHE") or Path(home) / "hub"
-    return (Path(cache).expanduser() / f"models--{name.replace('/', '--')}").is_dir()
+    from huggingface_hub import constants
+
+    return (Path(constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}").is_dir()
 
 
 def unknown_name(model: Model) -> Problem:

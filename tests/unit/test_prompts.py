@@ -246,7 +246,7 @@ def test_a_prompt_that_is_too_long_is_counted_with_the_tokenizer_of_a_folder(tmp
 
 
 def test_a_name_without_an_owner_is_that_of_a_model_in_the_cache_of_the_hub(tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     assert [problem.what[:22] for problem in model_problems(Model("gpt2"))] == ["the model 'gpt2' is no"]
     (tmp_path / "models--gpt2").mkdir()
     assert list(model_problems(Model("gpt2"))) == list(model_problems(Model("owner/gpt2"))) == []
