@@ -18,6 +18,7 @@ from unittest.mock import patch
 from docs.site.curves import drawing
 from pipeline.__main__ import COMMANDS
 from pipeline.cli.recipes import recipes
+from tests.errors.harness import PROBLEM
 
 ROOT = Path(__file__).resolve().parents[2]
 ERRORS, RESULTS = ROOT / "tests" / "errors", ROOT / "benchmarks" / "results"
@@ -26,7 +27,6 @@ MODULES = (
     *("ops.sandbox", "ops.sandbox.containers", "ops.refit.transports"),
 )
 CURVES = RESULTS / "recipes.json"
-PROBLEM = re.compile(r"(?P<where>\S.*?): (?:warning: )?(?P<what>\S.*); (?P<why>\S.*)\. Fix: (?P<fix>\S.*)")
 WIDTH = "100"  # of the help of commands, in characters
 
 
