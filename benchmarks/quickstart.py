@@ -11,30 +11,21 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.recipes import ran
 from benchmarks.report import report
 from pipeline.rundir import RunDir
 
 
 def run(task: str, seed: int, folder: Path) -> dict[str, Any]:
     """One run: wall seconds, exact match before and after, hash of the final weights."""
-    command = [sys.executable, "-m", "pipeline.run", "graphs/quickstart.py"]
-    command += ["--task", task, "--seed", str(seed), "--run-dir", str(folder)]
-    began_s = time.monotonic()
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-    wall_s = time.monotonic() - began_s
-    if done.returncode:
-        sys.exit(f"{' '.join(command)} failed:\n{done.stderr[-3000:]}")
+    wall_s, lines = ran(["graphs/quickstart.py", "--task", task, "--seed", str(seed)], folder)
     run_dir = RunDir(folder)
-    lines = [json.loads(line) for line in run_dir.metrics.read_text().splitlines()]
     scores = [line["eval/exact_match"] for line in lines if "eval/exact_match" in line]
     last = run_dir.checkpoint(run_dir.checkpoint_steps()[-1]) / "train" / "weights.safetensors"
     steps_s = [line["time/step_s"] for line in lines if line["step"] > 5]

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,17 +27,20 @@ SCORES = {"quickstart": "eval/exact_match", "tool": "eval/exact_match", "code": 
 RUN_S = 600
 
 
+def ran(words: Sequence[str], folder: Path) -> tuple[float, list[dict[str, Any]]]:
+    """Run `python -m pipeline.run` with these words in a fresh process. Returns its wall seconds, and its metrics."""
+    command = [sys.executable, "-m", "pipeline.run", *words, "--run-dir", str(folder)]
+    began_s = time.monotonic()
+    done = subprocess.run(command, capture_output=True, text=True, timeout=RUN_S, check=False)
+    wall_s = time.monotonic() - began_s
+    if done.returncode:
+        sys.exit(f"{' '.join(command)} failed:\n{done.stderr[-3000:]}")
+    return wall_s, [json.loads(line) for line in RunDir(folder).metrics.read_text().splitlines()]
+
+
 def curve_of(recipe: str, seed: int, steps: int | None, folder: Path) -> tuple[float, list[tuple[int, float]]]:
     """Run a recipe. Returns its wall seconds, and its score after each step that evaluated."""
-    words = [recipe, "--seed", str(seed), "--run-dir", str(folder), *(["--steps", str(steps)] if steps else [])]
-    began_s = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, "-m", "pipeline.run", *words], capture_output=True, text=True, timeout=RUN_S, check=False
-    )
-    if done.returncode:
-        sys.exit(f"{' '.join(words)} failed:\n{done.stderr[-3000:]}")
-    wall_s = time.monotonic() - began_s
-    lines = [json.loads(line) for line in RunDir(folder).metrics.read_text().splitlines()]
+    wall_s, lines = ran([recipe, "--seed", str(seed), *(["--steps", str(steps)] if steps else [])], folder)
     score = SCORES[recipe]
     return wall_s, [(line["step"], round(line[score], 4)) for line in lines if score in line]
 
