@@ -7,14 +7,15 @@ Prompts with a chat template have more tokens than are counted. Knows no torch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from pipeline import Model
+from pipeline import Model, StageError
 from pipeline.declare.parameters import is_whole
 from pipeline.errors import Problem
 from stages.model_shape import known_config, positions
-from stages.sources.draws import checked_prompts
+from stages.sources.draws import checked_rows
 from stages.sources.schema import Schema
 
 LOOKED_AT = 8  # prompts of the most bytes that are counted
@@ -27,7 +28,7 @@ def prompt_problems(model: Model, source: Any, layout: Schema, max_tokens: Any, 
     if most is None or not is_whole(max_tokens, 1) or max_tokens >= most or layout.images is not None:
         return
     room = most - max_tokens
-    texts = [(len(text.encode(errors="replace")), where, text) for where, text in checked_prompts(source, layout)]
+    texts = [(len(text.encode(errors="replace")), where, text) for where, text in _prompts(source, layout)]
     doubtful = sorted((each for each in texts if each[0] > room), reverse=True)[:LOOKED_AT]
     count = _counting(model) if doubtful else None
     if count is None:
@@ -40,6 +41,13 @@ def prompt_problems(model: Model, source: Any, layout: Schema, max_tokens: Any, 
             why=f"the model {model.source!r} has {most:,} positions (max_position_embeddings)",
             fix=f"max_tokens={most - longest}, or leave out such rows" if longest < most else "leave out such rows",
         )
+
+
+def _prompts(source: Any, layout: Schema) -> Iterator[tuple[str, str]]:
+    """Yield (file and row, the prompt) of the rows that a check reads, but of invalid ones."""
+    for dataset, where, row in checked_rows(source, layout.of):
+        with suppress(StageError):
+            yield where, layout.of(dataset).read(row, where, arrays=False)[0]
 
 
 def _counting(model: Model) -> Callable[[str], int] | None:

@@ -7,7 +7,7 @@ order of admission, a resume and another process give the same rows.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from itertools import accumulate, islice
@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from pipeline import StageError
 from pipeline.errors import Problem
+from pipeline.reading import BROKEN
 from stages.sources import jsonl
 from stages.sources.dataset import Dataset, Files, Hub, SavedDataset, locate
 from stages.sources.mixture import Mixture, Source, label, turns
@@ -156,25 +157,26 @@ def source_problems(source: Source | Mixture, layout: Schema, where: str) -> Ite
         yield from error.problems
 
 
-def checked_prompts(source: Source | Mixture, layout: Schema) -> Iterator[tuple[str, str]]:
-    """Yield (file and row, the prompt) of the rows of files that a check reads, but of invalid ones."""
+def checked_rows(
+    source: object, layout: Callable[[Dataset], Schema]
+) -> Iterator[tuple[Dataset, str, Mapping[str, Any]]]:
+    """Yield (its data set, file and row, the row) of the rows of files that a check reads, as far as they can be read.
+    `layout` has the columns of a data set that are wanted."""
     if isinstance(source, Mixture):
         for part, _ in source.parts:
-            yield from checked_prompts(part, layout)
+            yield from checked_rows(part, layout)
         return
-    if isinstance(source, Generated):
+    if not isinstance(source, str | Path | Dataset):
         return
-    with suppress(StageError):
+    with suppress(StageError, *BROKEN, TypeError):
         dataset = source if isinstance(source, Dataset) else Dataset(source)
-        layout = layout.of(dataset)
         located = locate(dataset, "")
         paths = located.paths if isinstance(located, Files) else ()
+        limit = -(-CHECKED_ROWS // max(1, len(paths)))
         for path in paths:
-            limit = -(-CHECKED_ROWS // len(paths))
-            for where, row in islice(first_rows(path, layout, limit), limit):
+            for where, row in islice(_first_rows(path, layout(dataset), limit), limit):
                 with suppress(StageError):
-                    found = jsonl.parse(row, where) if isinstance(row, bytes) else row
-                    yield where, layout.read(found, where, arrays=False)[0]
+                    yield dataset, where, jsonl.parse(row, where) if isinstance(row, bytes) else row
 
 
 def columns_read(source: Source | Mixture, layout: Schema) -> list[str]:
@@ -201,7 +203,7 @@ def _file_problems(paths: Sequence[Path], layout: Schema) -> Iterator[Problem]:
     good: list[tuple] = []
     problems: list[Problem] = []
     for path in paths:
-        for number, (where, row) in enumerate(islice(first_rows(path, layout, limit), limit)):
+        for number, (where, row) in enumerate(islice(_first_rows(path, layout, limit), limit)):
             try:
                 found = jsonl.parse(row, where) if isinstance(row, bytes) else row
             except StageError as error:
@@ -234,7 +236,7 @@ def _file_problems(paths: Sequence[Path], layout: Schema) -> Iterator[Problem]:
         )
 
 
-def first_rows(path: Path, layout: Schema, limit: int) -> Iterator[tuple[str, Any]]:
+def _first_rows(path: Path, layout: Schema, limit: int) -> Iterator[tuple[str, Any]]:
     """Yield (file and row, the row or the line that holds it), starting with the first."""
     if path.suffix != ".parquet":
         return jsonl.first_lines(path)

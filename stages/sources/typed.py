@@ -8,18 +8,12 @@ Files only: rows of the hub are not read before a run.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
-from itertools import islice
-from pathlib import Path
 from typing import Any
 
-from pipeline import Field, StageError
-from pipeline.reading import BROKEN
-from stages.sources import jsonl
+from pipeline import Field
 from stages.sources.columns import extra_column
-from stages.sources.dataset import Dataset, Files, locate
-from stages.sources.draws import CHECKED_ROWS, first_rows
+from stages.sources.draws import checked_rows
 from stages.sources.mixture import Mixture
 from stages.sources.schema import Schema, value_of
 
@@ -49,18 +43,7 @@ def _by_name(entry: object) -> bool:
 
 def _rows(source: object, extra: tuple[tuple[str, Field], ...]) -> Iterator[Mapping[str, Any]]:
     """Yield the first rows of files, as far as they can be read."""
-    if isinstance(source, Mixture):
-        for part, _ in () if list(source.problems("")) else source.parts:
-            yield from _rows(part, extra)
-        return
-    if not isinstance(source, str | Path | Dataset):
+    if isinstance(source, Mixture) and list(source.problems("")):
         return
     layout = Schema(prompt=extra[0][0], answer=None, extra=extra)  # of these columns only
-    with suppress(StageError, *BROKEN, TypeError):
-        located = locate(source if isinstance(source, Dataset) else Dataset(source), "")
-        paths = located.paths if isinstance(located, Files) else ()
-        limit = -(-CHECKED_ROWS // max(1, len(paths)))
-        for path in paths:
-            for where, row in islice(first_rows(path, layout, limit), limit):
-                with suppress(StageError):
-                    yield jsonl.parse(row, where) if isinstance(row, bytes) else row
+    yield from (row for *_, row in checked_rows(source, lambda dataset: layout))
