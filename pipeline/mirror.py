@@ -135,13 +135,8 @@ def _fetch(url: str, folder: str | None, more: str | None, step: int | None) -> 
     done, damaged = fetch(opened(url, flag="--fetch"), run, step, arrived.add)
     print_problems(msgspec.structs.replace(problem, warning=True) for problem in damaged)
     graph = recorded(folder).file
-    again = [
-        *typed("pipeline.run"),
-        graph if graph_path(graph).is_file() else str(run.graph),
-        "--run-dir",
-        folder,
-        "--resume",
-    ]
+    named = graph if graph_path(graph).is_file() else str(run.graph)
+    again = [*typed("pipeline.run"), named, "--run-dir", folder, "--resume"]
     print(f"{folder}: the checkpoint after {done} steps, {arrived.bytes:,} bytes\nresume: {shlex.join(again)}")
 
 

@@ -82,13 +82,12 @@ def _new(name: str | None) -> Path:
         why, fix = "a recipe is copied into a new file", f"{' '.join(typed('pipeline.new'))} mine --from {DEFAULT}"
         raise GraphError(Problem(where="command line", what="the new file has no name", why=why, fix=fix))
     path = Path(name if name.endswith(".py") else f"{name}.py")
-    if path.stem in sys.stdlib_module_names or path.stem in PACKAGES or not is_name(path.stem):
-        taken = "a module of Python or a package of Sluice has that name"
-        why = (
-            taken
-            if is_name(path.stem)
-            else "the folders of its runs are named like the file, with letters, digits, _ and -"
-        )
+    why = ""
+    if not is_name(path.stem):
+        why = "the folders of its runs are named like the file, with letters, digits, _ and -"
+    elif path.stem in sys.stdlib_module_names or path.stem in PACKAGES:
+        why = "a module of Python or a package of Sluice has that name"
+    if why:
         what = f"a graph file cannot be named {path.name!r}"
         raise GraphError(Problem(where=str(path), what=what, why=why, fix="choose another name, such as mine.py"))
     return path
