@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec.structs import replace
 
 from ops.rewards import exact_match
-from pipeline import Graph, Model, Output, Stage, StageContext, Task, WorkerGroup
+from pipeline import Field, Graph, Model, Output, Stage, StageContext, Task, WorkerGroup
 from pipeline.declare.abilities import HasServer, server_of
 from pipeline.declare.columns import Columns, take
 from pipeline.declare.parameters import at_least, broken, number
@@ -27,19 +27,20 @@ from stages import images
 from stages.backends import Generation, Sampling, backend_problems, engine, model_problems
 from stages.episode.turn_stage import TooManyLostError, TurnStage, ends
 from stages.forecast import vllm
+from stages.held_out import environment_problems, plain, read_of, reward_problems
 from stages.model_files import untemplated
 from stages.model_shape import length_problems
 from stages.prompt_lengths import prompt_problems
-from stages.reward import function_problems
-from stages.scoring import AsyncCalls, RewardFunction, Scorer, fields_of, name_of, where_of
+from stages.scoring import AsyncCalls, RewardFunction, Scorer, fields_of, name_of
 from stages.sources import Dataset
-from stages.sources.columns import template_problems
+from stages.sources.columns import Extra, column_problems, extra_columns, own_columns, template_problems
 from stages.sources.dataset import dataset_problems
 from stages.sources.draws import open_rows, source_problems
 from stages.sources.schema import Schema
+from stages.sources.typed import typed_columns
 from stages.sources.values import column_of
 from stages.tasks import Generated
-from stages.vocabulary import IMAGES, PROMPT, SERVED_WEIGHTS
+from stages.vocabulary import ANSWER, IMAGES, MESSAGES, PROMPT, RESPONSE, SERVED_WEIGHTS, TRUNCATED
 
 if TYPE_CHECKING:
     from stages.episode.play import Played
@@ -57,16 +58,17 @@ class Evaluate(Stage):
     """Scores greedy responses to held-out prompts.
 
     source        a `Generated` task, whose held-out prompts are used, or a data set of held-out rows, as for Prompts
-    reward        a reward function of `response`, `answer` and `prompt`, or several
+    reward        a reward function of `response`, `truncated` and the columns of a row, or several
     every         steps between evaluations
     prompts       number of prompts, starting with the first; fewer if the source has fewer
     max_tokens    maximum response length
     decode_batch  prompts decoded together; 0 means all
     prompt, answer, template  as for Prompts: columns of the data set, and the text of the prompt
+    extra         as for Prompts: more columns, which rewards and environments then read
     chat, system  as for Prompts and Rollout: prompts are lists of messages
     images        as for Prompts, for a `Model(..., images=True)`
-    episode       an Episode, whose environment then answers the policy; its tokens and turns are the limits. A row's
-                  `prompt` is what its environment reads, and `response` is the last reply
+    episode       an Episode, whose environment then answers the policy; its tokens and turns are the limits. Rewards
+                  may also read `end`, `turn_rewards` and `conversation`, and `response` is the last reply
     lost          the largest fraction of its episodes that may be lost; the run ends as soon as more are. One may be
                   lost, unless it is 0
 
@@ -87,6 +89,7 @@ class Evaluate(Stage):
     decode_batch: int = 0
     prompt: str = "prompt"
     answer: str = "answer"
+    extra: Extra | Sequence[Extra] = ()
     template: str | None = None
     chat: bool = False
     system: str | None = None
@@ -98,6 +101,9 @@ class Evaluate(Stage):
     reports_as = "eval"
     reads = (SERVED_WEIGHTS,)
     per = "batch"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "extra", typed_columns(self.source, self._extra(), ()))
 
     @property
     def uses(self) -> tuple[Model, ...]:
@@ -124,7 +130,9 @@ class Evaluate(Stage):
             yield from length_problems(self.model, self.max_tokens, where, f"stage {self.name!r}")
         else:
             yield from self._episode_problems(where)
-        yield from self._reward_problems(where)
+        says = f"stage {self.name!r}"
+        has = {"columns": not isinstance(self.source, Generated), "episodes": self.episode is not None}
+        yield from reward_problems(self._rewards(), self._fields, where, says, **has)
         if isinstance(self.source, Generated):
             if self.source.held_out == 0:
                 yield Problem(
@@ -133,20 +141,20 @@ class Evaluate(Stage):
                     why="evaluation on training prompts measures memory, not skill",
                     fix="Generated(..., held_out=1000)",
                 )
-            if self.chat:
-                yield Problem(
-                    where=where,
-                    what=f"stage {self.name!r} has chat=True and a Generated task",
-                    why="a Generated task has texts, not messages",
-                    fix="chat=False",
-                )
+            for name, default in (("chat", False), ("extra", ())):
+                if (value := getattr(self, name)) != default:
+                    yield Problem(
+                        where=where,
+                        what=f"stage {self.name!r} has {name}={shown(value)} and a Generated task",
+                        why="a Generated task has texts, and neither messages nor other columns",
+                        fix=f"leave out {name}=",
+                    )
             return
         found = list(self._layout_problems(where))
         yield from found
         if not found:
             yield from source_problems(self.source, self._layout(), where)
             if self.episode is None:
-                says = f"stage {self.name!r}"
                 yield from prompt_problems(self.model, self.source, self._layout(), self.max_tokens, says)
                 yield from untemplated(self.model) if self.chat else ()
 
@@ -189,6 +197,8 @@ class Evaluate(Stage):
                     why="columns are found by name",
                     fix=f"{name}={name!r}",
                 )
+        own = own_columns(self.prompt, self.answer, self.template, self.images)
+        yield from column_problems(own, self._extra(), self._taken(), where)
         if (self.images is not None) != bool(images.fields_of(self.model)):
             yield Problem(
                 where=where,
@@ -217,44 +227,30 @@ class Evaluate(Stage):
         elif self.episode.model != self.model:
             what = f"stage {self.name!r} evaluates another model than its Episode samples"
             yield Problem(where=where, what=what, why="it samples as that stage does", fix="the model of the Episode")
-        elif (reads := [made.name for made in self.episode.reads]) != [PROMPT.name]:
-            yield Problem(
-                where=where,
-                what=f"the environment of stage {self.name!r} reads {', '.join(reads)}",
-                why="held-out rows have a prompt",
-                fix="an environment with reads = ('prompt',)",
-            )
-
-    def _reward_problems(self, where: str) -> Iterator[Problem]:
-        for function in self._rewards():
-            found = list(function_problems(function, where))
-            yield from found
-            unknown = [name for name in fields_of(function) if name not in ("prompt", "response", "answer")]
-            if unknown and not found:
-                yield Problem(
-                    where=where_of(function) or where,
-                    what=f"reward {name_of(function)} reads {', '.join(unknown)}",
-                    why=f"stage {self.name!r} has the fields prompt, response and answer",
-                    fix="use a reward that reads only these fields",
-                )
+        else:
+            columns = not isinstance(self.source, Generated)
+            yield from environment_problems(self.episode, self._fields, where, f"stage {self.name!r}", columns=columns)
 
     def setup(self, context: StageContext) -> Callable[[Columns, Task], Output]:
         """Open the backend and its served copy of the model, and read the prompts."""
         backend = engine(context)
-        pairs = self._pairs()
-        asked = [row[2] if self.chat else row[0] for row in pairs]
-        seen = {} if self.images is None else {IMAGES.name: column_of(IMAGES, [row[-1] for row in pairs], 1)}
+        rows = self._rows()
+        asked = [row[(MESSAGES if self.chat else PROMPT).name] for row in rows]
+        seen = {} if self.images is None else {IMAGES.name: column_of(IMAGES, [row[IMAGES.name] for row in rows], 1)}
+        asked_of = [{name: row[name] for name in self.episode.asks} for row in rows] if self.episode else []
         rewards = self._rewards()
+        read = {name for function in rewards for name in fields_of(function)}
+        known = plain(rows, [made for made in self._fields if made.name in read])
         scorer = Scorer(rewards, AsyncCalls(), str(self.location))
         sampling = Sampling(self.max_tokens, greedy=True)
 
-        def sampled() -> tuple[list[str], list[int], int]:
+        def sampled() -> tuple[list[str], list[int], list[bool]]:
             texts: list[str] = []
             lengths: list[int] = []
-            truncated = 0
-            step = self.decode_batch or len(pairs)
-            for start in range(0, len(pairs), step):
-                now = range(len(pairs))[start : start + step]
+            truncated: list[bool] = []
+            step = self.decode_batch or len(rows)
+            for start in range(0, len(rows), step):
+                now = range(len(rows))[start : start + step]
                 given: dict[str, Any] = {name: take(column, now) for name, column in images.given(seen).items()}
                 prompt_ids = backend.encode(self.model, [asked[i] for i in now], chat=self.chat, **given)
                 made = backend.generate(self.model, prompt_ids, sampling, None, **given)
@@ -262,28 +258,30 @@ class Evaluate(Stage):
                     raise TypeError(f"the backend's generate() returned {shown(made)}; it returns a Generation")
                 texts += backend.decode(self.model, made.response_ids)
                 lengths += made.response_ids.lengths
-                truncated += int(made.truncated.sum())
+                truncated += made.truncated.tolist()
             return texts, lengths, truncated
 
         def run(columns: Columns, task: Task) -> Output:
-            rows = [{PROMPT.name: text} for text in asked]
-            made = self._played(self.episode, backend, context, rows) if self.episode else []
-            kept = [i for i in range(len(pairs)) if not (made and made[i].is_lost)]
+            made = self._played(self.episode, backend, context, asked_of) if self.episode else []
+            kept = [i for i in range(len(rows)) if not (made and made[i].is_lost)]
             if made and not kept:
                 raise StageError(self._too_many_lost([one.end for one in made], len(made)))
+            given = {name: [values[i] for i in kept] for name, values in known.items()}
             if made:
-                texts, lengths = [made[i].response for i in kept], [made[i].drawn for i in kept]
-                truncated = sum(made[i].truncated for i in kept)
+                played = [made[i] for i in kept]
+                texts, lengths = [one.response for one in played], [one.drawn for one in played]
+                truncated = [one.truncated for one in played]
+                given |= read_of(played)
             else:
                 texts, lengths, truncated = sampled()
-            shown_to = {"prompt": [pairs[i][0] for i in kept], "answer": [pairs[i][1] for i in kept], "response": texts}
+            shown_to = given | {RESPONSE.name: texts, TRUNCATED.name: truncated}
             scores = scorer.scores(shown_to, len(kept), lambda n: f"held-out prompt {kept[n]} of step {task.step + 1}")
             scored = {f"eval/{name_of(function)}": fmean(values) for function, values in zip(rewards, scores)}
             scored |= {f"eval/{name}": value for name, value in scorer.metrics().items()}
             counts = {
                 "eval/count": float(len(kept)),
                 "eval/length_mean": fmean(lengths),
-                "eval/truncated": truncated / len(kept),
+                "eval/truncated": fmean(truncated),
             }
             counts |= {f"eval/{name}": value for name, value in ends(made).items()} if made else {}
             return Output(metrics=scored | counts, times={i: one.times for i, one in enumerate(made)})
@@ -307,21 +305,36 @@ class Evaluate(Stage):
             fix="see why in logs/ of the run, and correct the environment, its deadlines or its retries",
         )
 
-    def _pairs(self) -> list[tuple[Any, ...]]:
-        """Prompt and answer of each held-out row; with `chat`, also its messages; with `images`, these at the end."""
+    @property
+    def _fields(self) -> tuple[Field, ...]:
+        """The fields of a held-out row."""
+        return (PROMPT, ANSWER) if isinstance(self.source, Generated) else self._layout().fields
+
+    def _rows(self) -> list[dict[str, Any]]:
+        """The values of each held-out row, by field."""
         if isinstance(self.source, Generated):
-            return list(self.source.held_out_pairs(min(self.prompts, self.source.held_out)))
-        return list(open_rows(self.source, self._layout())[: self.prompts])
+            rows: Sequence[Sequence[Any]] = self.source.held_out_pairs(min(self.prompts, self.source.held_out))
+        else:
+            rows = open_rows(self.source, self._layout())[: self.prompts]
+        return [dict(zip((made.name for made in self._fields), row, strict=True)) for row in rows]
 
     def _layout(self) -> Schema:
         return Schema(
             prompt=self.prompt,
             answer=self.answer,
+            extra=extra_columns(self._extra(), self._taken()),
             template=self.template,
             chat=self.chat,
             system=self.system,
             images=self.images,
         )
+
+    def _taken(self) -> list[str]:
+        """Names of the fields other than extra columns."""
+        return [made.name for made in Schema(chat=self.chat, images=self.images).fields]
+
+    def _extra(self) -> tuple[Extra, ...]:
+        return (self.extra,) if isinstance(self.extra, str | Field) else tuple(self.extra)
 
     def _rewards(self) -> tuple[RewardFunction, ...]:
         return (self.reward,) if callable(self.reward) else tuple(self.reward)

@@ -115,7 +115,7 @@ class Reward(Stage):
     ) -> None:
         every = (*function, *(functions if isinstance(functions, list | tuple) else (functions,)))
         parts = [_part(each) for each in every] if len(every) > 1 else []
-        reads = _together([made for each in every for made in _reads(each)])
+        reads = _together([made for each in every for made in reads_of(each)])
         values = {
             "functions": every,
             "weights": _weights(weights),
@@ -340,7 +340,7 @@ def _wrong_type(annotation: Any, read: Field) -> str:
     return plain if is_standard and given in ("str", *_DTYPES) and given != plain else ""
 
 
-def _reads(function: object) -> list[Field | None]:
+def reads_of(function: object) -> list[Field | None]:
     """The fields of its parameters. A column of the user's data has the annotated type, or any."""
     annotations = {parameter.name: parameter.annotation for parameter in parameters_of(function) or ()}
     made = []

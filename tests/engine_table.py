@@ -1,4 +1,4 @@
-"""The tables of docs/engines.md: which family of models runs in which backend, divided how, and with what.
+"""The tables of docs/models.md: which family of models runs in which backend, divided how, and with what.
 
     python -m tests.engine_table            # says whether the tables are those of the page
     python -m tests.engine_table --write    # writes them into the page
@@ -26,7 +26,7 @@ from stages.backends import backend_problems, model_problems
 from stages.backends.vllm import limits
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "engines.md"
+PAGE = ROOT / "docs" / "models.md"
 BEGIN, END = "<!-- what follows is written by python -m tests.engine_table --write -->", "<!-- end of the tables -->"
 Device = Literal["CPU", "GPU"]
 LEGEND = (
@@ -397,7 +397,7 @@ def page(text: str) -> str:
 def main() -> int:
     """Run the command."""
     parser = argparse.ArgumentParser(prog="python -m tests.engine_table")
-    parser.add_argument("--write", action="store_true", help="write the tables into docs/engines.md")
+    parser.add_argument("--write", action="store_true", help="write the tables into docs/models.md")
     options = parser.parse_args()
     kept = PAGE.read_text()
     made = page(kept)

@@ -27,6 +27,27 @@ MODULES = (
     *("ops.sandbox", "ops.sandbox.containers", "ops.refit.transports"),
 )
 CURVES = RESULTS / "recipes.json"
+SHOWN = {  # of each recipe: what to look at, and how it was run if it has no curve
+    "quickstart": "`eval/exact_match` and `reward/mean` rise together; `train/entropy` falls. On the view's page "
+    "Samples, compare the last step with step 1.",
+    "tool": "`episode/turns` rises from 1 to 2: the policy learns to call before it answers. Samples shows the calls, "
+    "and in grey what the calculator said.",
+    "code": "`reward/passes_tests` and `eval/passes_tests`; on Samples, programs with `*x*x` take the place of those "
+    "without.",
+    "gsm8k": "`eval/math_verify`, and `rollout/truncated`, which must not grow.\n\n**Not shown "
+    "that it learns**: that takes a pretrained model, and none could be had where these results were made. Its tests "
+    "run it with a tiny random model (`tests/integration/test_gsm8k.py`), and with the whole calculator chat it ran on "
+    "an H200 with a model of 89 M parameters that was trained from random weights, which did not learn it "
+    "([gpu.calculator](results.md#gpucalculator)).",
+    "grpo": "`eval/...` and `train/mismatch_kl`. Its curve is that of your model and data; its speed is measured "
+    "([benchmarks](../benchmarks.md)). Tests run it with tiny models.",
+    "grpo_async": "`train/staleness_mean` and, on the view's page Staleness, samples by age. What it gains is "
+    "measured ([benchmarks](../benchmarks.md)).",
+    "dapo": "`filter/acceptance`: the fraction of groups whose samples differ, which are those that can teach "
+    "something. Tests run it with tiny models.",
+    "harness": "`episode/end_...` and `reward/mean`; what the agent printed is in `logs/`. Tests run it with a tiny "
+    "model.",
+}
 WIDTH = "100"  # of the help of commands, in characters
 
 
@@ -65,6 +86,7 @@ def of_recipes() -> str:
         parts += [_fenced("".join(own[1:]))] if own[2] else []
         if row := curves.get(path.stem):
             parts += [_learned(row, kept["hardware"]), drawing(row)]
+        parts += [f"**What to look at**: {SHOWN[path.stem]}"]
         parts += ['???+ note "The file"\n\n' + _indented(_fenced(path.read_text().rstrip(), "python"))]
     return "\n\n".join(parts) + "\n"
 

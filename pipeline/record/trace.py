@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from io import BufferedWriter
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, get_args
 
@@ -369,6 +371,7 @@ _DECODER = msgspec.json.Decoder(TraceEvent)
 SKIMMED_BYTES = 1 << 20  # at a time
 _HEAD = b'{"type":"'  # of a line; its tag follows
 _RAN = _HEAD + b'ran"'
+_ACKNOWLEDGED = re.compile(_HEAD + rb'acknowledged","task":\d+,"stage":"([^"]*)"')  # the beginning of such a line
 _KINDS: dict[bytes, type] = {str(kind.__struct_config__.tag).encode(): kind for kind in get_args(TraceEvent)}
 
 
@@ -465,9 +468,10 @@ class Skimmed(msgspec.Struct, frozen=True, kw_only=True):
     ran: int
 
 
-def skim(path: Path, offset: int, until: int, kinds: frozenset[type]) -> Skimmed:
+def skim(path: Path, offset: int, until: int, kinds: frozenset[type], *, ends: bool = False) -> Skimmed:
     """Read some complete lines from byte `offset`, none after byte `until`, and decode only those of some kinds: that
-    is most of the time of reading. If there is none, `offset` stays."""
+    is most of the time of reading. `ends` also decodes the last Acknowledged of each stage. If there is no line,
+    `offset` stays."""
     with path.open("rb") as file:
         file.seek(offset)
         block = file.read(max(0, min(SKIMMED_BYTES, until - offset)))
@@ -480,6 +484,10 @@ def skim(path: Path, offset: int, until: int, kinds: frozenset[type]) -> Skimmed
         at = block.index(line, at)
         events.append((offset + at, _decoded(line)))
         at += len(line)
+    if ends:
+        last = {found[1]: found.start() for found in _ACKNOWLEDGED.finditer(block)}.values()
+        events += [(offset + at, _decoded(block[at : block.index(b"\n", at)])) for at in last]
+        events.sort(key=itemgetter(0))
     return Skimmed(offset=offset + len(block), events=events, ran=0 if Ran in kinds else block.count(_RAN))
 
 

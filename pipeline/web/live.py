@@ -80,6 +80,25 @@ class Picture(msgspec.Struct, frozen=True, kw_only=True):
     actors: tuple[ActorNow, ...]
 
 
+def in_flight_since(plan: Plan, events: Iterable[tuple[int, trace.TraceEvent]]) -> int:
+    """Return the byte of an event before which nothing began that is in flight after these events; each is given with
+    its byte. Only admissions, starts, and the ends of groups count."""
+    began: dict[int, int] = {}  # group in flight -> byte of its admission
+    batches = [0]
+    for byte, event in events:
+        match event:
+            case trace.Started():
+                began.clear()
+            case trace.Admitted():
+                began |= dict.fromkeys(event.groups, byte)
+                batches.append(byte)
+            case trace.Cleared(last=True) | trace.Dropped():
+                for group in event.groups:
+                    began.pop(group, None)
+    ahead = plan.max_staleness + 3  # batches that are admitted while a task without groups, such as a refit, runs
+    return min([batches[max(0, len(batches) - ahead)], *began.values()])
+
+
 class _LiveTask:
     """A task, its unreported groups, and where it runs."""
 

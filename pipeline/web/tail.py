@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_right
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any, get_args
@@ -22,12 +23,13 @@ from pipeline.analysis.perfetto import Starts
 from pipeline.record import trace
 from pipeline.record.runs import consistent, of_a_run, open_plan
 from pipeline.rundir import RunDir
-from pipeline.web.live import Live, Picture
+from pipeline.web.live import Live, Picture, in_flight_since
 from pipeline.web.page_rows import PageRows, Seconds, page_rows
 
 EVENTS = 2000  # per block
 RECENT_BYTES = 4 << 20  # the end of a record that is decoded whole
-LATER = frozenset({trace.Ran, trace.Got, trace.Put})  # of long ago, that leave no trace in the current state
+PASSED = frozenset({trace.Ran, trace.Got, trace.Put})  # of long ago, that leave no trace in the current state,
+ENDED = PASSED | {trace.Submitted, trace.Acknowledged, trace.OpenSamples}  # or none once their group ended
 SPANS = 100_000  # about as many of the last spans are sent to a page,
 EPISODES = 4_000  # and of the last episodes
 ALL: frozenset[type] = frozenset(get_args(trace.TraceEvent))
@@ -66,10 +68,14 @@ class Record:
         record = Record(path)
         with of_a_run(RunDir(path).events):
             recent = RunDir(path).events.stat().st_size - RECENT_BYTES
+        long_ago = [*record._skimmed(recent, ALL - ENDED, ends=True)]
+        since = in_flight_since(record.plan, (event for block in long_ago for event in block.events))
+        for block in long_ago:
+            if block.offset <= since:
+                record._take(block.events, block.offset, block.ran)
         outside = any(stage.shape == "external" for stage in record.plan.stages)  # its puts count as its tasks
-        kinds = ALL - LATER | ({trace.Put} if outside else frozenset())
-        while record._skim(recent, kinds):
-            pass
+        for block in record._skimmed(recent, ALL - PASSED | ({trace.Put} if outside else frozenset())):
+            record._take(block.events, block.offset, block.ran)
         while record._next():
             pass
         return record
@@ -91,13 +97,16 @@ class Record:
         self._take(events, behind, sum(isinstance(event, trace.Ran) for _, event in events))
         return events
 
-    def _skim(self, until: int, kinds: frozenset[type]) -> bool:
-        """Read on, and only decode some kinds of events. Returns whether there was anything before byte `until`."""
-        before = self.offset
-        with of_a_run(self._run_dir.events):
-            found = trace.skim(self._run_dir.events, before, until, kinds)
-        self._take(found.events, found.offset, found.ran)
-        return found.offset > before
+    def _skimmed(self, until: int, kinds: frozenset[type], *, ends: bool = False) -> Iterator[trace.Skimmed]:
+        """Yield what is up to byte `until`, block by block. See `trace.skim`."""
+        offset = self.offset
+        while True:
+            with of_a_run(self._run_dir.events):
+                found = trace.skim(self._run_dir.events, offset, until, kinds, ends=ends)
+            if found.offset == offset:
+                return
+            yield found
+            offset = found.offset
 
     def _take(self, events: list[tuple[int, trace.TraceEvent]], behind: int, spans: int) -> None:
         """Apply the events up to a byte, among or between which are that many spans."""

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline import Graph, Output, Stage, StageContext, Task
 from pipeline.declare.columns import Columns, plain_values
+from pipeline.declare.fields import ANY
 from pipeline.declare.parameters import Rule, at_least, broken, number
 from pipeline.declare.version_folders import VersionFolders
 from pipeline.errors import Problem, shown
@@ -103,7 +104,7 @@ class TurnStage(SamplingStage, ABC):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "reads", tuple(made for name in self.asks if (made := field_named(name))))
+        object.__setattr__(self, "reads", tuple(made for name in self.asks if (made := field_named(name, ANY))))
 
     @property
     @abstractmethod

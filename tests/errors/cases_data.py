@@ -188,5 +188,30 @@ HELD_OUT = [
         at=(),
         top="def score(response: str, level: str):  # here\n    return 1.0\n\n\n",
     ),
+    evaluated(
+        "evaluate_with_a_column_of_the_data",
+        '"test.jsonl"',
+        "reward=score",
+        files={"test.jsonl": ROW},
+        at=(),
+        top="def score(response: str, level: str, end: str):  # here\n    return 1.0\n\n\n",
+    ),
+    evaluated(
+        "evaluate_with_a_column_not_named",
+        '"test.jsonl"',
+        "reward=score",
+        files={"test.jsonl": ROW},
+        at=(),
+        top="def score(response: str, level: str):  # here\n    return 1.0\n\n\n",
+    ),
+    evaluated(
+        "evaluate_with_a_column_of_another_type",
+        '"test.jsonl"',
+        "reward=score, extra='level'",
+        files={"test.jsonl": ROW.replace("}", ', "level": 3}')},
+        at=(),
+        top="def score(response: str, level: str):  # here\n    return 1.0\n\n\n",
+    ),
+    evaluated("evaluate_with_columns_of_a_task", "task", "extra='level'"),
 ]
 CASES = [*WHERE, *COLUMNS, *VALUES, *MIXTURES, *ALONE, *TASKS, *HELD_OUT]

@@ -16,8 +16,8 @@ class Quiz(Environment):
         return End()
 
 
-class Other(Quiz):
-    reads = ("prompt", "answer")
+class Level(Quiz):
+    reads = ("prompt", "level")
 
 
 class Half(Environment):
@@ -94,7 +94,7 @@ CASES = [
     ),
     replace(episode("turns_trained_as_samples", advantage='Advantage("turn")'), at=("train",)),
     evaluated("evaluation_of_no_episode", "Quiz()"),
-    evaluated("evaluation_with_more_than_prompts", "Episode(policy, Other(), on=sampler, turns=2)"),
+    evaluated("evaluation_with_an_unknown_column", "Episode(policy, Level(), on=sampler, turns=2)"),
     trained(
         "evaluation_that_loses_all",
         {

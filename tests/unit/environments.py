@@ -59,6 +59,19 @@ class Echo(Environment):
 
 
 @dataclass(frozen=True)
+class Telling(Environment):
+    """Ends with what it has read."""
+
+    reads = ("prompt", "answer", "level")
+
+    def open(self, row: Mapping[str, Any], draw: Random) -> tuple[Any, str]:
+        return f"{row['answer']}{row['level'] + 1}", row["prompt"]
+
+    def turn(self, state: Any, reply: Reply) -> End:
+        return End(state)
+
+
+@dataclass(frozen=True)
 class Sleeping(Environment):
     """Coroutines that sleep."""
 

@@ -1,4 +1,4 @@
-"""The tables of docs/engines.md: they are today's, and what they call shown is there."""
+"""The tables of docs/models.md: they are today's, and what they call shown is there."""
 
 from __future__ import annotations
 

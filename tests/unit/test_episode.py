@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -74,7 +74,7 @@ from stages.vocabulary import RESPONSE_IDS, TOKEN_VERSIONS
 from tests.doors import REPOSITORY
 from tests.shares import shares_of
 from tests.unit import tiny_graph
-from tests.unit.environments import Chatty, Echo, Faulty, Lying, OneTurn, Saying, Sleeping, Unreadable
+from tests.unit.environments import Chatty, Echo, Faulty, Lying, OneTurn, Saying, Sleeping, Telling, Unreadable
 from tests.unit.streams import collected
 from tests.unit.tiny import QWEN3
 
@@ -782,6 +782,25 @@ def test_an_evaluation_leaves_lost_episodes_out(worker: Worker, tmp_path: Path) 
     run = replace(stage, prompts=2, episode=replace(held_out, environment=always)).setup(worker.context)
     with pytest.raises(StageError, match="has lost 2 of its 2 episodes"):
         run({}, Task(stage="evaluate", step=0))
+
+
+def test_an_evaluation_gives_its_environment_the_columns_and_its_reward_the_end(worker: Worker, tmp_path: Path) -> None:
+    seen = []
+
+    def ended(answer: str, end: str, turn_rewards: Sequence[float], conversation: str, level: int) -> float:
+        seen.append((answer, end, turn_rewards, json.loads(conversation)[0], level))
+        return 1.0
+
+    graph = run_graph(Echo(), steps=1)
+    trained: Any = graph.stages[0]
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "r1>", "answer": "a", "level": 4}\n{"prompt": "r2>", "answer": "b", "level": 5}\n')
+    episode = replace(trained, environment=Telling(), turns=1)
+    stage = Evaluate(trained.model, path, on=trained.on, episode=episode, reward=ended, extra="level")
+    assert [*stage.check(graph)] == []
+    stage.setup(worker.context)({}, Task(stage="evaluate", step=0))
+    assert [(one[0], one[1], one[4]) for one in seen] == [("a", "a5", 4), ("b", "b6", 5)]
+    assert [one[2] for one in seen] == [[0.0], [0.0]]
 
 
 def test_a_run_that_loses_too_much_ends(tmp_path: Path) -> None:

@@ -417,6 +417,21 @@ def test_evaluation_reads_a_file(tmp_path: Path) -> None:
     assert stage.setup(context())({}, Task(stage="evaluate", step=0)).metrics["eval/count"] == 4
 
 
+def test_evaluation_passes_columns_of_the_data_to_rewards(tmp_path: Path) -> None:
+    seen = []
+
+    def levelled(response: str, level: int, text: str, truncated: bool) -> float:
+        seen.append((level, text, truncated))
+        return float(level)
+
+    path = tmp_path / "held_out.jsonl"
+    path.write_text("".join(f'{{"prompt": "1{n}", "answer": "2", "level": {n}, "text": "t{n}"}}\n' for n in range(3)))
+    stage = Evaluate(POLICY, path, on=SAMPLER, max_tokens=1, reward=levelled, extra=("level", "text"))
+    assert list(stage.check(described(stage))) == []
+    assert stage.setup(context())({}, Task(stage="evaluate", step=0)).metrics["eval/levelled"] == 1
+    assert [row[:2] for row in seen] == [(0, "t0"), (1, "t1"), (2, "t2")] and {type(row[2]) for row in seen} == {bool}
+
+
 def texts(stage: Stage, *others: Stage, batch: int = 8) -> list[str]:
     problems = stage.check(described(stage, *others, batch=batch))
     return [str(problem).removeprefix(f"{stage.location}: ") for problem in problems]

@@ -57,17 +57,18 @@ def test_a_page_that_comes_back_has_what_one_has_that_stayed(tmp_path_factory, s
 
 
 @settings(max_examples=few(50), deadline=None)
-@given(record=records(), recent=st.sampled_from([0, 3000, 1 << 20]))
-def test_the_state_is_the_same_if_what_is_long_ago_is_only_skimmed(tmp_path_factory, record, recent):
+@given(record=records(), recent=st.sampled_from([0, 3000, 1 << 20]), size=st.sampled_from([500, 4000, 1 << 20]))
+def test_the_state_is_the_same_if_what_is_long_ago_is_only_skimmed(tmp_path_factory, record, recent, size):
     """Only its time may be earlier, if nothing that is decoded is as late as the last task that is not."""
     run_dir = written(tmp_path_factory.mktemp("run") / "run", *record)
     whole = Record(run_dir.path)
     stayed = joined(advanced(whole))
-    before, tail.RECENT_BYTES = tail.RECENT_BYTES, recent
+    before = tail.RECENT_BYTES, trace.SKIMMED_BYTES
+    tail.RECENT_BYTES, trace.SKIMMED_BYTES = recent, size
     try:
         skimmed = Record.read(run_dir.path)
     finally:
-        tail.RECENT_BYTES = before
+        tail.RECENT_BYTES, trace.SKIMMED_BYTES = before
     now, then = skimmed.picture(), whole.picture()
     assert skimmed.offset == whole.offset and now.last <= then.last
     assert msgspec.structs.replace(now, last=then.last) == then

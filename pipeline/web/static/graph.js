@@ -224,7 +224,7 @@ function Stage({ run, name, close }) {
   const tasks = run.spans.filter((span) => span[0] === name).slice(-LAST).reverse();
   const metrics = run.steps.length ? Object.keys(run.steps[run.steps.length - 1][2]).some((metric) => metric.startsWith(`${name}/`)) : false;
   return html`<section class="card" aria-label=${`Stage ${name}`}><div class="toolbar"><${Swatch} colour=${colourOf(plan, name)} /><h2>${name}</h2><span class="grow"></span><button class="button quiet small" onClick=${close}>Close</button></div>
-    <p class="goto"><a href=${link(run.name, "timeline", { find: name })}>Timeline</a>${now.step >= 0 && html`<a href=${link(run.name, "samples", { step: now.step + 1 })}>Samples of step ${now.step + 1}</a>`}${metrics && html`<a href=${link(run.name, "metrics", { show: `${name}/` })}>Metrics</a>`}</p>
+    <p class="goto"><a href=${link(run.name, "timeline", { find: name })}>Timeline</a>${now.step >= 0 && html`<a href=${link(run.name, "samples", { step: now.step + 1, stage: name })}>Samples of step ${now.step + 1}</a>`}${metrics && html`<a href=${link(run.name, "metrics", { show: `${name}/` })}>Metrics</a>`}</p>
     <dl class="facts">
       <dt>Now</dt><dd>${now.why}${Object.entries(now.open || {}).map(([part, count]) => html`<div key=${part} class="dim">${count} ${part}${SAYS[part] ? `: ${SAYS[part]}` : ""}</div>`)}</dd>
       <dt>Last step</dt><dd>${now.step < -1 ? "none yet" : now.step < 0 ? "before the first" : now.step + 1}${now.seconds ? `, ${seconds(now.seconds)}` : ""}</dd>

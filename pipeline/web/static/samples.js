@@ -40,13 +40,21 @@ const REWARDS = {
   high: ["above the mean of its group", (row, group) => row.reward > group.mean],
 };
 
+// The stages that wrote something of these samples, and what the one of the address wrote: null without one.
+function stagesOf(run, rows, query) {
+  const written = new Set(rows.flatMap(Object.keys));
+  const stages = run.about.plan.stages.filter((stage) => stage.writes.some((name) => written.has(name)));
+  const one = stages.find((stage) => stage.name === query.stage);
+  return [stages.map((stage) => stage.name), one ? one.writes : null];
+}
+
 // What all choices of the address leave of the samples of a step, in groups.
-export function chosenOf(rows, query) {
+function chosenOf(rows, query, fields) {
   const [, wanted] = REWARDS[query.reward] || REWARDS.any;
   const text = (query.find || "").toLowerCase();
   const ends = endsOf(rows).map(([name]) => name);
   return grouped(rows)
-    .map((group) => ({ ...group, members: group.members.filter((row) => wanted(row, group) && (!ends.includes(query.end) || kindOf(row) === query.end)) }))
+    .map((group) => ({ ...group, members: group.members.filter((row) => wanted(row, group) && (!fields || fields.some((name) => name in row)) && (!ends.includes(query.end) || kindOf(row) === query.end)) }))
     .filter((group) => group.members.some((row) => JSON.stringify(row).toLowerCase().includes(text)))
     .sort((ORDERS[query.order] || ORDERS.admitted)[1]);
 }
@@ -79,7 +87,8 @@ export function Samples({ run, query }) {
   if (!value.steps.length) return html`<${Empty}>No samples were kept yet. A step keeps some groups of its batch: Schedule(keep_groups=...).<//>`;
   const setStep = (one) => go({ step: one + 1, sample: "" });
   const ends = endsOf(value.rows);
-  const groups = chosenOf(value.rows, query);
+  const [stages, fields] = stagesOf(run, value.rows, query);
+  const groups = chosenOf(value.rows, query, fields);
   const at = value.steps.indexOf(value.step);
   return html`<div class="toolbar">
       <button class="button icon" disabled=${at <= 0} onClick=${() => setStep(value.steps[at - 1])} aria-label="Previous step">‹</button>
@@ -87,6 +96,7 @@ export function Samples({ run, query }) {
       <button class="button icon" disabled=${at >= value.steps.length - 1} onClick=${() => setStep(value.steps[at + 1])} aria-label="Next step">›</button>
       <${Choice} name="order" label="Order" value=${query.order || "admitted"} texts=${Object.entries(ORDERS).map(([name, [text]]) => [name, text])} change=${(order) => go({ order })} />
       <${Choice} name="reward" label="Reward" value=${query.reward || "any"} texts=${Object.entries(REWARDS).map(([name, [text]]) => [name, text])} change=${(reward) => go({ reward })} />
+      <${Choice} name="stage" label="Stage" value=${fields ? query.stage : ""} texts=${[["", "all stages"], ...stages.map((name) => [name, `what ${name} wrote`])]} change=${(stage) => go({ stage })} />
       <label class="sr" for="find">Find</label><input id="find" class="button" type="search" placeholder="find in texts" value=${query.find || ""} onInput=${(event) => go({ find: event.target.value }, { keep: true })} />
       ${ends.length > 0 && html`<${Choice} name="end" label="End" value=${query.end || ""} texts=${[["", "any end"], ...ends.map(([name, count]) => [name, `${name} (${count})`])]} change=${(end) => go({ end })} />`}
       <${StepChoice} name="against" label="Compare with a step" value=${query.against ? query.against - 1 : null} steps=${value.steps.filter((one) => one !== value.step)} first="compare with" change=${(one) => go({ against: one === null ? "" : one + 1 })} />
@@ -94,7 +104,7 @@ export function Samples({ run, query }) {
     </div>
     ${query.against && html`<${Difference} run=${run} step=${value.step} rows=${value.rows} against=${query.against - 1} />`}
     ${shaded && html`<p class="small dim legendline">The stronger a token is marked, the less likely it was when it was sampled: fully at <span class="token" style=${{ "--shade": "100%" }}>1 %</span> or less.</p>`}
-    ${groups.length ? groups.map((group) => html`<${Group} key=${group.name} run=${run} group=${group} shaded=${shaded} chosen=${query.sample} />`) : html`<${Empty}>No sample of this step is like that.<//>`}
+    ${groups.length ? groups.map((group) => html`<${Group} key=${group.name} run=${run} group=${group} shaded=${shaded} chosen=${query.sample} fields=${fields} />`) : html`<${Empty}>No sample of this step is like that.<//>`}
     <${Prompts} run=${run} />`;
 }
 
@@ -127,16 +137,19 @@ function Response({ row, shaded }) {
   return html`<p class="text" tabindex="0">${row.response === undefined ? "" : String(row.response) || "(empty)"}</p>`;
 }
 
-function Group({ run, group, shaded, chosen }) {
+// With `fields`, of a stage, only these are shown of a response.
+function Group({ run, group, shaded, chosen, fields }) {
   const [first] = group.members;
+  const has = (row, name) => row[name] !== undefined && (!fields || fields.includes(name));
+  const others = (row) => Object.keys(row).filter((name) => !PLAIN.has(name) && has(row, name));
   return html`<section class="card" aria-label=${`Group ${+group.name}`}>
     <div class="toolbar"><h2>Group ${+group.name}</h2><span class="dim">mean reward ${number(group.mean)}, ${plural(group.members.length, "sample")}</span></div>
     ${first.prompt !== undefined && html`<p class="text">${String(first.prompt)}</p>`}
     ${first.answer !== undefined && html`<p class="small dim wrap">Answer: <code>${String(first.answer)}</code></p>`}
     <div class="responses" tabindex="0" role="group" aria-label="Responses">${group.members.map((row) => html`<article key=${row.key} class=${`response ${row.advantage > 0 ? "up" : row.advantage < 0 ? "down" : ""} ${row.key === chosen ? "chosen" : ""}`}>
-      <${Response} row=${row} shaded=${shaded} />
-      <footer><span>reward <b>${number(row.reward)}</b></span>${row.advantage !== undefined && html`<span>advantage <b>${row.advantage > 0 ? "+" : ""}${number(row.advantage)}</b></span>`}${row.end !== undefined && html`<span class="wrap">end <strong>${row.end}</strong></span>`}</footer>
-      <p class="small dim">version ${row.version}${row.truncated ? ", truncated" : ""}${row.turn_ends ? `, ${plural(row.turn_ends.length, "turn")}` : ""}${Object.keys(row).filter((name) => !PLAIN.has(name)).map((name) => html`<br key=${name} /><span class="wrap">${name}: ${String(row[name])}</span>`)}</p>
+      ${(!fields || has(row, "response")) && html`<${Response} row=${row} shaded=${shaded} />`}
+      <footer>${(!fields || has(row, "reward")) && html`<span>reward <b>${number(row.reward)}</b></span>`}${has(row, "advantage") && html`<span>advantage <b>${row.advantage > 0 ? "+" : ""}${number(row.advantage)}</b></span>`}${has(row, "end") && html`<span class="wrap">end <strong>${row.end}</strong></span>`}</footer>
+      <p class="small dim">version ${row.version}${row.truncated ? ", truncated" : ""}${row.turn_ends ? `, ${plural(row.turn_ends.length, "turn")}` : ""}${others(row).map((name) => html`<br key=${name} /><span class="wrap">${name}: ${String(row[name])}</span>`)}</p>
       <p class="goto small"><a href=${link(run.name, "samples", { step: row.step + 1, sample: row.key })}>Link</a><a href=${link(run.name, "timeline", { step: row.step + 1, find: row.key })}>Timeline</a></p>
     </article>`)}</div></section>`;
 }
