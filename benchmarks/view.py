@@ -41,6 +41,7 @@ CONTENT = {  # of each page, that shows that it is there
     "samples": ".response",
 }
 WAIT_MS = 120_000
+THERE = "what => document.querySelector(what)"
 FRAMES = """() => {
   window.frames_ms = [];
   let before = 0;
@@ -184,9 +185,9 @@ def opened(steps: int) -> list[dict[str, Any]]:
                 tab.goto("about:blank")
                 begun_s, before_s = time.monotonic(), cpu_s(served.process.pid)
                 tab.goto(f"{served.address.partition('?')[0]}#/long/{page}")
-                tab.wait_for_selector(f"main[aria-busy=false] {content}", timeout=WAIT_MS)
+                tab.wait_for_function(THERE, arg=f"main[aria-busy=false] {content}", polling="raf", timeout=WAIT_MS)
                 shown_s = time.monotonic() - begun_s
-                tab.wait_for_selector("main[data-complete=true]", timeout=WAIT_MS)
+                tab.wait_for_function(THERE, arg="main[data-complete=true]", polling="raf", timeout=WAIT_MS)
                 row = {"page": page, "shown_s": round(shown_s, 2), "complete_s": round(time.monotonic() - begun_s, 2)}
                 row["server_cpu_s"] = round(cpu_s(served.process.pid) - before_s, 2)
                 tab.wait_for_timeout(1000)

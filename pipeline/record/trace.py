@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from io import BufferedWriter
+from mmap import ACCESS_READ, mmap
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, get_args
@@ -489,6 +490,14 @@ def skim(path: Path, offset: int, until: int, kinds: frozenset[type], *, ends: b
         events += [(offset + at, _decoded(block[at : block.index(b"\n", at)])) for at in last]
         events.sort(key=itemgetter(0))
     return Skimmed(offset=offset + len(block), events=events, ran=0 if Ran in kinds else block.count(_RAN))
+
+
+def lines_at(path: Path, begins: Sequence[int], kinds: frozenset[type]) -> list[tuple[int, TraceEvent]]:
+    """Decode the lines that begin at these bytes, if they are of some kinds."""
+    heads = tuple(_HEAD + tag + b'"' for tag, kind in _KINDS.items() if kind in kinds)
+    with path.open("rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as record:
+        lines = [(begin, record[begin : record.find(b"\n", begin)]) for begin in begins]
+    return [(begin, _decoded(line)) for begin, line in lines if line.startswith(heads)]
 
 
 def _decoded(line: bytes) -> TraceEvent:

@@ -5,13 +5,14 @@
     record.block(0)                        # the rows from byte 0
 
 Of what is long ago it decodes only what it needs. It keeps the state in flight (`live.py`), the times of the run's
-starts, and what was counted up to each block.
+starts, what was counted up to each block, and where the rows of long ago are.
 """
 
 from __future__ import annotations
 
 import os
-from bisect import bisect_right
+from array import array
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -30,7 +31,10 @@ EVENTS = 2000  # per block
 RECENT_BYTES = 4 << 20  # the end of a record that is decoded whole
 PASSED = frozenset({trace.Ran, trace.Got, trace.Put})  # of long ago, that leave no trace in the current state,
 ENDED = PASSED | {trace.Submitted, trace.Acknowledged, trace.OpenSamples}  # or none once their group ended
-SPANS = 100_000  # about as many of the last spans are sent to a page,
+LASTING = frozenset(  # of before all groups in flight, what the current state shows
+    {trace.Started, trace.Placed, trace.Acknowledged, trace.Published, trace.StepEnded, trace.Spent, trace.Diverged}
+)
+SPANS = 50_000  # about as many of the last spans are sent to a page,
 EPISODES = 4_000  # and of the last episodes
 ALL: frozenset[type] = frozenset(get_args(trace.TraceEvent))
 ROWS: frozenset[type] = frozenset(
@@ -58,6 +62,8 @@ class Record:
         self._starts = Starts()
         self._shifts: list[tuple[int, float]] = []  # (byte, seconds to add to monotonic times from there on)
         self._marks: list[tuple[int, int, int]] = [(0, 0, 0)]  # (byte, spans and episodes before it), one per block
+        self._index = array("Q")  # the bytes at which lines with rows begin, but for spans,
+        self._indexed = 0  # up to this one
         self._live = Live(self.plan)
         self._pids: set[int] = set()
         self._remote = False
@@ -69,10 +75,12 @@ class Record:
         with of_a_run(RunDir(path).events):
             recent = RunDir(path).events.stat().st_size - RECENT_BYTES
         long_ago = [*record._skimmed(recent, ALL - ENDED, ends=True)]
+        record._index.extend(at for block in long_ago for at, event in block.events if type(event) in ROWS)
+        record._indexed = long_ago[-1].offset if long_ago else 0
         since = in_flight_since(record.plan, (event for block in long_ago for event in block.events))
         for block in long_ago:
             if block.offset <= since:
-                record._take(block.events, block.offset, block.ran)
+                record._take([one for one in block.events if type(one[1]) in LASTING], block.offset, block.ran)
         outside = any(stage.shape == "external" for stage in record.plan.stages)  # its puts count as its tasks
         for block in record._skimmed(recent, ALL - PASSED | ({trace.Put} if outside else frozenset())):
             record._take(block.events, block.offset, block.ran)
@@ -128,6 +136,13 @@ class Record:
         old = frozenset(kind for kind, begin in begins.items() if offset < begin)
         kept = {"spans": trace.Ran not in old, "episodes": trace.Spent not in old}
         until = min((begins[kind] for kind in old), default=self.offset)
+        if offset < (long_ago := min(until, self._indexed)) and trace.Ran in old:
+            begin, end = bisect_left(self._index, offset), bisect_left(self._index, long_ago)
+            lines = self._index[begin : min(end, begin + EVENTS)]
+            behind = self._index[begin + EVENTS] if begin + EVENTS < end else long_ago
+            with of_a_run(self._run_dir.events):
+                events = trace.lines_at(self._run_dir.events, lines, ROWS - old)
+            return PageBlock(offset=behind, rows=self._rows(offset, events, **kept))
         with of_a_run(self._run_dir.events):
             found = trace.skim(self._run_dir.events, offset, until, ROWS - old)
         if found.offset == offset:
