@@ -75,6 +75,32 @@ def test_the_state_is_the_same_if_what_is_long_ago_is_only_skimmed(tmp_path_fact
     assert joined(blocks_from(skimmed, 0)) == stayed
 
 
+def test_what_began_long_ago_and_what_was_last_seen_long_ago_are_shown(tmp_path, monkeypatch):
+    """A group that stays in flight from the first step on, a stage that ran once, and rows in many blocks."""
+    plan, events = simulated(steps=30)
+    events = [one for one in events[:-1] if not (getattr(one, "stage", "") == "evaluate" and one.step > 0)]
+    for at, event in enumerate(events):
+        if isinstance(event, trace.Cleared | trace.Dropped) and 1 in event.groups:
+            events[at] = msgspec.structs.replace(event, groups=tuple(group for group in event.groups if group != 1))
+    run_dir = written(tmp_path / "run", plan, events)
+    whole = Record(run_dir.path)
+    stayed = joined(advanced(whole))
+    assert whole.picture().in_flight > 0 and whole.picture().stages["evaluate"].step == 0
+    for module, name, value in ((tail, "RECENT_BYTES", 3000), (trace, "SKIMMED_BYTES", 500), (tail, "EVENTS", 5)):
+        monkeypatch.setattr(module, name, value)
+    skimmed = Record.read(run_dir.path)
+    assert msgspec.structs.replace(skimmed.picture(), last=whole.picture().last) == whole.picture()
+    monkeypatch.setattr(tail, "SPANS", 10)
+    blocks = [*blocks_from(skimmed, 0)]
+    shown = joined(blocks)
+    assert 10 <= len(shown["spans"]) < len(stayed["spans"]) and max(len(one.rows.steps) for one in blocks) < 5
+    assert shown | {"spans": []} == stayed | {"spans": []}
+    with run_dir.events.open("rb") as file:
+        for block in blocks:  # a page comes back with the beginning of a line
+            file.seek(block.offset - 1)
+            assert file.read(1) == b"\n"
+
+
 def test_what_is_written_later_is_seen_and_half_a_line_is_not(tmp_path):
     plan, events = simulated(steps=2)
     run_dir = written(tmp_path / "run", plan, events[:20])
