@@ -75,17 +75,18 @@ def test_the_state_is_the_same_if_what_is_long_ago_is_only_skimmed(tmp_path_fact
     assert joined(blocks_from(skimmed, 0)) == stayed
 
 
-def test_what_began_long_ago_and_what_was_last_seen_long_ago_are_shown(tmp_path, monkeypatch):
+@pytest.mark.parametrize("stuck", [1, None])
+def test_what_began_long_ago_and_what_was_last_seen_long_ago_are_shown(tmp_path, monkeypatch, stuck):
     """A group that stays in flight from the first step on, a stage that ran once, and rows in many blocks."""
     plan, events = simulated(steps=30)
     events = [one for one in events[:-1] if not (getattr(one, "stage", "") == "evaluate" and one.step > 0)]
     for at, event in enumerate(events):
-        if isinstance(event, trace.Cleared | trace.Dropped) and 1 in event.groups:
-            events[at] = msgspec.structs.replace(event, groups=tuple(group for group in event.groups if group != 1))
+        if isinstance(event, trace.Cleared | trace.Dropped):
+            events[at] = msgspec.structs.replace(event, groups=tuple(group for group in event.groups if group != stuck))
     run_dir = written(tmp_path / "run", plan, events)
     whole = Record(run_dir.path)
     stayed = joined(advanced(whole))
-    assert whole.picture().in_flight > 0 and whole.picture().stages["evaluate"].step == 0
+    assert whole.picture().in_flight == (stuck is not None) and whole.picture().stages["evaluate"].step == -1
     for module, name, value in ((tail, "RECENT_BYTES", 3000), (trace, "SKIMMED_BYTES", 500), (tail, "EVENTS", 5)):
         monkeypatch.setattr(module, name, value)
     skimmed = Record.read(run_dir.path)
