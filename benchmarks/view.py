@@ -169,6 +169,13 @@ def _with(event: trace.TraceEvent, metrics: dict[str, float]) -> trace.TraceEven
     return msgspec.structs.replace(event, metrics=event.metrics | metrics)
 
 
+def idle(pid: int) -> None:
+    """Wait until a process has nothing to do, such as findings of the page before."""
+    before_s = -1.0
+    while before_s != (before_s := cpu_s(pid)):
+        time.sleep(0.5)
+
+
 def opened(steps: int) -> list[dict[str, Any]]:
     """Open each page of a long run: seconds until it shows its content, and until all rows are there; and milliseconds
     between two frames while it is scrolled."""
@@ -183,6 +190,7 @@ def opened(steps: int) -> list[dict[str, Any]]:
             tab.goto(served.address.partition("#")[0])
             for page, content in CONTENT.items():
                 tab.goto("about:blank")
+                idle(served.process.pid)
                 begun_s, before_s = time.monotonic(), cpu_s(served.process.pid)
                 tab.goto(f"{served.address.partition('?')[0]}#/long/{page}")
                 tab.wait_for_function(THERE, arg=f"main[aria-busy=false] {content}", polling="raf", timeout=WAIT_MS)

@@ -1,13 +1,15 @@
-"""`python -m pipeline.export RUN --perfetto FILE --csv FOLDER --samples FILE --model FOLDER`: export a run.
+"""`python -m pipeline.export RUN --html FILE --perfetto FILE --csv FOLDER --samples FILE --model FOLDER`: export a run.
 
---perfetto writes Chrome's trace format, which ui.perfetto.dev and chrome://tracing open: one track per worker (more if
-its streams overlap), the critical path, the driver, and counters of groups present, version and staleness. --csv writes
-spans.csv, metrics.csv, path.csv and gaps.csv. --samples writes the kept samples as a TensorDict, for torch.load.
---model writes the trained model as a Hugging Face folder, from the newest complete checkpoint or that of --step; an
-adapter as a folder of PEFT, or, with --merge, added to the model in the folder BASE. RUN may be live, finished, failed
-or killed. All starts of a resumed run are exported; the critical path and the gaps are those of the last. Exit codes: 0
-done; 2 RUN, a flag or a file is wrong; 6 a checkpoint is damaged.
+--html writes one file with the pages of the view, which a browser opens offline. --perfetto writes Chrome's trace
+format, which ui.perfetto.dev and chrome://tracing open: one track per worker (more if its streams overlap), the
+critical path, the driver, and counters of groups present, version and staleness. --csv writes spans.csv, metrics.csv,
+path.csv and gaps.csv. --samples writes the kept samples as a TensorDict, for torch.load. --model writes the trained
+model as a Hugging Face folder, from the newest complete checkpoint or that of --step; an adapter as a folder of PEFT,
+or, with --merge, added to the model in the folder BASE. RUN may be live, finished, failed or killed. All starts of a
+resumed run are exported; the critical path and the gaps are those of the last. Exit codes: 0 done; 2 RUN, a flag or a
+file is wrong; 6 a checkpoint is damaged.
 
+    python -m pipeline.export runs/quickstart-... --html run.html
     python -m pipeline.export runs/quickstart-... --perfetto trace.json --csv tables
     python -m pipeline.export runs/quickstart-... --model model --step 100
     python -m pipeline.export runs/grpo-... --model model --merge Qwen3-0.6B
@@ -35,6 +37,7 @@ from pipeline.data_plane.kept import kept_samples
 from pipeline.errors import GraphError, Problem
 from pipeline.precedence import typed
 from pipeline.record.runs import consistent, open_run
+from pipeline.web.offline import offline
 from pipeline.writing import whole
 
 __all__ = ["kept_samples", "main", "metrics_csv", "perfetto", "spans_csv", "tables"]
@@ -55,19 +58,22 @@ def _main(argv: list[str]) -> int:
             raise GraphError(
                 Problem(where=flag, what="no --model is given", why=why, fix=f"--model FOLDER {flag} {value}")
             )
-    if options.run is None or not (options.perfetto or options.csv or options.samples or options.model):
+    formats = (options.html, options.perfetto, options.csv, options.samples, options.model)
+    if options.run is None or not any(formats):
         raise GraphError(
             Problem(
                 where="command line",
                 what="no run is named" if options.run is None else "no format is named",
-                why="a run is exported as a Perfetto trace, as tables, as its samples, or as its model",
-                fix=" ".join([*typed("pipeline.export"), "runs/quickstart-... --perfetto trace.json"]),
+                why="a run is exported as a page, as a Perfetto trace, as tables, as its samples, or as its model",
+                fix=" ".join([*typed("pipeline.export"), "runs/quickstart-... --html run.html"]),
             )
         )
     run = Path(options.run)
-    for file in (options.perfetto, options.samples):
+    for file in (options.html, options.perfetto, options.samples):
         _check_apart(run, file)
     with consistent(run):
+        if options.html:
+            _write(Path(options.html), map(str.encode, offline(run)), f"--html {options.html}")
         if options.perfetto:
             _write(Path(options.perfetto), map(str.encode, perfetto(run)), f"--perfetto {options.perfetto}")
         if options.csv:
@@ -129,6 +135,7 @@ def _parser() -> Parser:
     parser.graph_file = "RUN"
     parser.epilog = "exit codes: 0 done; 2 RUN, a flag or a file is wrong; 6 a checkpoint is damaged"
     parser.add_argument("run", nargs="?", help="a run directory")
+    parser.add_argument("--html", metavar="FILE", help="write the pages of the view as one file that opens offline")
     parser.add_argument("--perfetto", metavar="FILE", help="write a trace that ui.perfetto.dev opens")
     parser.add_argument("--csv", metavar="FOLDER", help="write spans.csv, metrics.csv, path.csv and gaps.csv there")
     parser.add_argument("--samples", metavar="FILE", help="write the kept samples as a TensorDict, for torch.load")

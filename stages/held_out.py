@@ -68,7 +68,7 @@ def reward_problems(
                     where=at,
                     what=f"reward {name_of(function)} reads {made.name} as {made.dtype}",
                     why=f"{says} has it as {has.dtype}",
-                    fix=f"leave out the type of the parameter {made.name}",
+                    fix=f"leave out the type of the parameter {made.name}, so that it takes any",
                 )
 
 

@@ -67,6 +67,21 @@ def open_run(path: Path, *, recent_bytes: int | None = None) -> OpenedRun:
 
     Raises GraphError if it is not a run directory, or a file in it was written by another version.
     """
+    run_dir = run_directory(path)
+    planned = open_plan(path)
+    with of_a_run(run_dir.events):
+        events = _events(run_dir.events, recent_bytes)
+    with of_a_run(run_dir.metrics):
+        metrics = list(read_metrics(run_dir.metrics))
+    described = run_json(path)
+    return OpenedRun(
+        path=path, plan=planned, events=events, metrics=metrics, described=described,
+        state=state_of(events[-1] if events else None),
+    )  # fmt: skip
+
+
+def run_directory(path: Path) -> RunDir:
+    """The run directory at a path. Raises GraphError if there is none, or it has no record."""
     run_dir = RunDir(path)
     for file in (run_dir.plan, run_dir.events):
         if not file.is_file():
@@ -78,16 +93,7 @@ def open_run(path: Path, *, recent_bytes: int | None = None) -> OpenedRun:
                     fix="name a run directory",
                 )
             )
-    planned = open_plan(path)
-    with of_a_run(run_dir.events):
-        events = _events(run_dir.events, recent_bytes)
-    with of_a_run(run_dir.metrics):
-        metrics = list(read_metrics(run_dir.metrics))
-    described = run_json(path)
-    return OpenedRun(
-        path=path, plan=planned, events=events, metrics=metrics, described=described,
-        state=state_of(events[-1] if events else None),
-    )  # fmt: skip
+    return run_dir
 
 
 def open_plan(path: Path) -> Plan:

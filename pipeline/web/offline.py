@@ -1,15 +1,17 @@
-"""Exports a run as one HTML file with all pages and data. Opens without a network."""
+"""Exports a run as one HTML file with all pages and data, these compressed. Opens without a network."""
 
 from __future__ import annotations
 
 import base64
 import re
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from pipeline.record.runs import run_directory
 from pipeline.rundir import RunDir
 from pipeline.web import STATIC, pages
 from pipeline.web.tail import Record
@@ -17,12 +19,20 @@ from pipeline.web.tail import Record
 LIBRARIES = ("preact-htm.js", "dagre.js")  # the modules among the files of others
 STEPS = 100  # steps whose samples are included, the most recent ones
 POLICY = "default-src 'none'; script-src 'unsafe-inline' data:; style-src 'unsafe-inline'; img-src data:"
+GZIP = 16 + zlib.MAX_WBITS  # the format that a browser's DecompressionStream reads
+OPENING = """
+const bytes = Uint8Array.from(atob(document.getElementById("packed").textContent), (one) => one.charCodeAt(0));
+const unpacked = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
+globalThis.embedded = JSON.parse(await new Response(unpacked).text());
+await import("sluice/app.js");
+"""
 IMPORT = re.compile(r'(from|import) "\./([\w./-]+)"')
 
 
 def offline(path: Path) -> Iterator[str]:
     """Yield the file in pieces. Raises GraphError if `path` is not a run directory."""
-    answers = _answers(path)
+    run_directory(path)
+    answers = _json(_answers(path))
     index = (STATIC / "index.html").read_text()
     head, _, _ = index.partition("<link rel=")
     policy = f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n    '
@@ -33,10 +43,21 @@ def offline(path: Path) -> Iterator[str]:
         yield f"<style>{(STATIC / name).read_text()}</style>\n"
     yield f"<script>{(STATIC / 'vendor/uplot.js').read_text()}</script>\n"
     yield f'<script type="importmap">{_json({"imports": _modules()})}</script>\n'
-    yield '</head><body><div id="app"></div>\n<script type="application/json" id="embedded">'
-    yield f'{{"run":{_json(path.name)},"answers":{_json(answers)},"events":['
-    yield from _events(path)
-    yield ']}</script>\n<script type="module">import "sluice/app.js";</script></body></html>\n'
+    yield '</head><body><div id="app"></div>\n<script type="text/plain" id="packed">'
+    yield from _packed((f'{{"run":{_json(path.name)},"answers":{answers},"events":[', *_events(path), "]}"))
+    yield f'</script>\n<script type="module">{OPENING}</script></body></html>\n'
+
+
+def _packed(pieces: Iterable[str]) -> Iterator[str]:
+    """Compress texts, in base64."""
+    packer, rest = zlib.compressobj(9, wbits=GZIP), b""
+    for piece in pieces:
+        rest += packer.compress(piece.encode())
+        whole = len(rest) - len(rest) % 3  # base64 encodes three bytes at a time
+        if whole:
+            yield base64.b64encode(rest[:whole]).decode()
+        rest = rest[whole:]
+    yield base64.b64encode(rest + packer.flush()).decode()
 
 
 def _answers(path: Path) -> dict[str, Any]:
@@ -77,5 +98,4 @@ def _encoded(data: bytes, content_type: str) -> str:
 
 
 def _json(value: Any) -> str:
-    """Encode as JSON that cannot close an HTML element, whatever texts it contains."""
-    return msgspec.json.encode(value).decode().replace("<", "\\u003c")
+    return msgspec.json.encode(value).decode()

@@ -34,7 +34,7 @@ ENDED = PASSED | {trace.Submitted, trace.Acknowledged, trace.OpenSamples}  # or 
 LASTING = frozenset(  # of before all groups in flight, what the current state shows
     {trace.Started, trace.Placed, trace.Acknowledged, trace.Published, trace.StepEnded, trace.Spent, trace.Diverged}
 )
-SPANS = 50_000  # about as many of the last spans are sent to a page,
+SPANS = 100_000  # about as many of the last spans are sent to a page,
 EPISODES = 4_000  # and of the last episodes
 ALL: frozenset[type] = frozenset(get_args(trace.TraceEvent))
 ROWS: frozenset[type] = frozenset(

@@ -33,7 +33,7 @@ from pipeline.cli.recipes import graph_path
 ROOT = Path(__file__).parents[2]
 PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md"]
 BLOCK = re.compile(r"^```(python|bash)[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
-SERVICES = ("openai", "rewards")  # a client's package, and a file of the page: only that the code is Python is tested
+SERVICES = ("openai", "rewards", "guess")  # packages and files of pages: that their code is Python is tested
 
 
 def blocks(kind: str) -> list[Any]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import csv
+import gzip
 import json
+import re
 from collections import Counter, defaultdict
 from itertools import pairwise
 from pathlib import Path
@@ -50,7 +53,7 @@ def slices(folder: Path) -> list[dict]:
     return [event for event in json.loads("".join(perfetto(folder)))["traceEvents"] if event["ph"] == "X"]
 
 
-@pytest.mark.parametrize("flag", ["--perfetto", "--samples"])
+@pytest.mark.parametrize("flag", ["--html", "--perfetto", "--samples"])
 def test_a_file_of_the_run_is_not_replaced(run, capsys, flag):
     events = run / "events.jsonl"
     before = events.read_bytes()
@@ -136,9 +139,14 @@ def test_metrics_that_come_late_have_a_column(tmp_path):
     assert "".join(export.metrics_csv(tmp_path)) == 'step,"eval/a, b"\n1,\n2,0.5\n'
 
 
-def test_the_command_writes_both(run, tmp_path, capsys):
-    code, out, _ = printed(capsys, export, run, "--perfetto", tmp_path / "new" / "t.json", "--csv", tmp_path / "tables")
-    assert code == 0 and out.count("bytes") == 5
+def test_the_command_writes_all_of_them(run, tmp_path, capsys):
+    asked = ("--html", tmp_path / "run.html", "--perfetto", tmp_path / "new" / "t.json", "--csv", tmp_path / "tables")
+    code, out, _ = printed(capsys, export, run, *asked)
+    assert code == 0 and out.count("bytes") == 6
+    page = (tmp_path / "run.html").read_text()
+    packed = re.search(r'id="packed">([^<]*)<', page)
+    data = json.loads(gzip.decompress(base64.b64decode(packed[1])))
+    assert data["run"] == run.name and data["events"][-1][0] == "now" and "://" not in page.partition("<body>")[2]
     assert (tmp_path / "new" / "t.json").read_text() == "".join(perfetto(run))
     assert sorted(path.name for path in (tmp_path / "tables").iterdir()) == [
         "gaps.csv", "metrics.csv", "path.csv", "spans.csv",
@@ -152,6 +160,8 @@ def test_the_command_writes_both(run, tmp_path, capsys):
         (["--nope"], "--nope: there is no such flag"),
         (["RUN"], "no format is named"),
         (["nowhere", "--csv", "FILE/x"], "plan.json does not exist"),
+        (["RUN", "--html", "FILE/x"], "cannot be written: File exists"),
+        (["nowhere", "--html", "FILE/x"], "plan.json does not exist"),
         (["RUN", "--csv", "FILE/x"], "cannot be written: Not a directory"),
         (["RUN", "--perfeto", "x"], "did you mean --perfetto?"),
     ],

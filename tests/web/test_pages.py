@@ -339,6 +339,19 @@ def test_samples_are_chosen_by_reward_and_compared_with_another_step(opened):
     ]
 
 
+def test_samples_show_what_a_stage_wrote(opened):
+    tab = opened("plain", "samples")
+    tab.wait_for_selector(".response footer", timeout=WAIT_MS)
+    assert tab.locator(".response .text").count() > 0 and "reward" in tab.inner_text(".response footer >> nth=0")
+    tab.select_option("#stage", "reward")
+    tab.wait_for_selector(".response .text", state="detached", timeout=WAIT_MS)
+    assert "reward" in tab.inner_text(".response footer >> nth=0") and "stage=reward" in tab.url
+    tab.select_option("#stage", "rollout")
+    tab.wait_for_selector(".response .text", timeout=WAIT_MS)
+    assert "reward" not in tab.inner_text(".response footer >> nth=0")
+    assert "prompts" in tab.inner_text("#stage") and "refit" not in tab.inner_text("#stage")
+
+
 def test_refits_samples_and_prompts_are_found_where_the_readme_says(opened):
     tab = opened("ahead")
     tab.click(".node >> text=refit")

@@ -1,6 +1,6 @@
 // Fetches the data of a page: from the server, or, in an exported file, from the file itself.
 
-const EMBEDDED = JSON.parse(document.getElementById("embedded")?.textContent || "null");
+const EMBEDDED = globalThis.embedded || null;
 export const offline = EMBEDDED !== null;
 export const only = offline ? EMBEDDED.run : "";
 
