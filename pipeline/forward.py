@@ -67,8 +67,8 @@ def forward(run: Path, wanted: Mapping[str, str], *, wait: Callable[[str], bool]
     When everything is forwarded, `wait` is called with the state of the run; it waits and returns whether to read
     again. A service that fails is skipped from then on; at the end, GraphError names each one and the reason.
     """
-    sinks = {service: opened(service, where, describe(run)) for service, where in wanted.items()}
-    forwarder = _Forwarder(sinks, wanted)
+    sinks = {service: opened(service, where, describe(run), run) for service, where in wanted.items()}
+    forwarder = _Forwarder(sinks, wanted, run)
     tail, events = Tail(RunDir(run).metrics), RunDir(run).events
     more = True
     while more:
@@ -81,8 +81,8 @@ def forward(run: Path, wanted: Mapping[str, str], *, wait: Callable[[str], bool]
 class _Forwarder:
     """Forwards lines to the sinks that have not failed."""
 
-    def __init__(self, sinks: dict[str, Sink], wanted: Mapping[str, str]) -> None:
-        self.sinks, self._wanted = sinks, wanted
+    def __init__(self, sinks: dict[str, Sink], wanted: Mapping[str, str], run: Path) -> None:
+        self.sinks, self._wanted, self._run = sinks, wanted, run
         self._done = {service: sink.done for service, sink in sinks.items()}
         self._failed: list[Problem] = []
 
@@ -111,7 +111,7 @@ class _Forwarder:
 
     def _fail(self, service: str, error: Exception) -> None:
         del self.sinks[service]
-        self._failed += failure(service, self._wanted[service], error).problems
+        self._failed += failure(service, self._wanted[service], error, self._run).problems
 
 
 def describe(run: Path) -> Described:

@@ -275,7 +275,8 @@ class Parser(argparse.ArgumentParser):
 
     @property
     def _see(self) -> str:
-        return f"see {self.prog} {self.graph_file} --help"
+        named = "" if self.graph_file.isupper() else f" {self.graph_file}"  # a word that stands for a file is left out
+        return f"see {self.prog}{named} --help"
 
     def _unrecognized(self, said: str) -> list[Problem]:
         if self._ends:

@@ -7,6 +7,7 @@ runs/x/failures/step_000003_reward/   task.json  columns.json  columns.safetenso
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import shlex
 import shutil
@@ -74,7 +75,7 @@ def load_inputs(folder: Path) -> tuple[Task, Columns]:
                 where=f"--replay {folder}",
                 what=f"{missing[0]} does not exist",
                 why="a replay needs the inputs of a failed task",
-                fix="name a folder in RUN/failures",
+                fix=_nearest(folder),
             )
         )
     try:
@@ -97,6 +98,15 @@ def load_inputs(folder: Path) -> tuple[Task, Columns]:
     return task, columns
 
 
+def _nearest(folder: Path) -> str:
+    """What to type instead of a folder without inputs: the newest one that has some, of a run there or in runs/."""
+    near = [folder.glob("*/task.json"), folder.glob("failures/*/task.json"), folder.parent.glob("*/task.json")]
+    found = [*itertools.chain(*near)] or [*Path("runs").glob("*/failures/*/task.json")]
+    if not found:
+        return "name a folder in failures/ of a run; neither this one nor runs/ has any"
+    return f"--replay {shlex.quote(str(max(found, key=lambda file: file.stat().st_mtime).parent))}"
+
+
 def run_again(graph: Graph, folder: Path, task: Task, columns: Columns) -> Output:
     """Run the failed task on its saved inputs and return its output. Raises SluiceError if it fails again.
 
@@ -110,7 +120,9 @@ def run_again(graph: Graph, folder: Path, task: Task, columns: Columns) -> Outpu
                 where=f"--replay {folder}",
                 what=f"stage {task.stage!r} cannot be run on its own",
                 why="it is not in this graph" if stage is None else f"its shape is {stage.shape!r}",
-                fix="use the graph file of that run, RUN/graph.py" if stage is None else "run the graph again",
+                fix=f"use the graph file of that run, {folder.parent.parent / 'graph.py'}"
+                if stage is None
+                else "run the graph again",
             )
         )
     group = stage.groups()[0] if stage.groups() else graph.host

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import shlex
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
 
 from pipeline.errors import GraphError, Problem, message_of
+from pipeline.precedence import typed
 from pipeline.writing import refuse_password
 
 SERVICES = ("tensorboard", "wandb", "mlflow")  # each names a module here, a package, a flag and an extra
@@ -55,14 +58,14 @@ def check(service: str, where: str) -> None:
         )
 
 
-def opened(service: str, where: str, run: Described) -> Sink:
-    """Open the run in a service: a folder, a project or an address. Raises GraphError if the service rejects it."""
+def opened(service: str, where: str, run: Described, folder: Path) -> Sink:
+    """Open the run of a folder in a service: a folder, a project or an address. Raises GraphError if it rejects it."""
     check(service, where)
     module = importlib.import_module(f"pipeline.forwarders.{service}")
     try:
         return module.open_sink(where, run)
     except module.errors() as error:
-        raise failure(service, where, error) from error
+        raise failure(service, where, error, folder) from error
 
 
 def errors(service: str) -> tuple[type[Exception], ...]:
@@ -70,13 +73,14 @@ def errors(service: str) -> tuple[type[Exception], ...]:
     return importlib.import_module(f"pipeline.forwarders.{service}").errors()
 
 
-def failure(service: str, where: str, error: Exception) -> GraphError:
+def failure(service: str, where: str, error: Exception, folder: Path) -> GraphError:
     """Convert a service's exception to an error of its flag."""
+    again = shlex.join([*typed("pipeline.forward"), str(folder), f"--{service}", where])
     return GraphError(
         Problem(
             where=f"--{service} {where}",
             what=message_of(error),
             why="the service rejected a request; metrics.jsonl in the run directory has every metric",
-            fix=f"python -m pipeline.forward RUN --{service} {where}, which continues after the last forwarded step",
+            fix=f"{again}, which continues after the last forwarded step",
         )
     )

@@ -138,6 +138,7 @@ CASES = [
     resume("manifest_of_another_format", _manifest(format=2), *CHOSEN),
     resume("every_checkpoint_is_damaged", _both),
     resume("replay_of_no_failure", nothing, "--replay", "run", code=2),
+    resume("replay_of_a_run", _failure, "--replay", "run", code=2),
     resume("replay_of_damaged_inputs", _failure, "--replay", "run/failures/broken", code=2),
     resume("replay_of_an_unknown_stage", _failure_of("rollout"), "--replay", "run/failures/broken", code=2),
 ]

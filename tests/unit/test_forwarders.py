@@ -160,7 +160,7 @@ def test_a_service_that_fails_does_not_keep_the_others_from_it(recorded, tmp_pat
     need("tensorboard", "tensorboard")
     uri = mlflow_store[0]
     said(recorded, {"step": 1, "x" * 999: 1.0}, {"step": 2, "reward/mean": 0.75})  # too long a name for MLflow
-    with pytest.raises(GraphError, match=r"--mlflow file.*Fix: python -m pipeline.forward RUN --mlflow"):
+    with pytest.raises(GraphError, match=r"--mlflow file.*Fix: python -m pipeline.forward '.*/my run' --mlflow file"):
         forward.forward(recorded, {"mlflow": uri, "tensorboard": str(tmp_path / "tb")})
     assert tensorboard(tmp_path / "tb" / "my run")["reward/mean"] == [(2, 0.75)]
 
@@ -235,7 +235,7 @@ def test_a_package_that_is_not_there_is_a_problem(service, monkeypatch):
         GraphError,
         match=rf"--{service}: the package {service} is not installed; .*pip install 'sluice-rl\[{service}\]'",
     ):
-        opened(service, "x", Described(name="", key="", graph="", flags={}))
+        opened(service, "x", Described(name="", key="", graph="", flags={}), Path("run"))
 
 
 def test_a_check_of_a_graph_says_that_a_package_is_not_there(monkeypatch, capsys):
