@@ -360,7 +360,7 @@ def _execute(asked: _Asked, run_dir: RunDir, start: int, progress: console.Progr
             run_dir=run_dir,
             start=start,
             on_step=progress.step,
-            on_divergence=progress.warn,
+            on_notice=progress.warn,
             deadline_s=asked.options.deadline_s,
             last_words=partial(_print_way_on, asked, run_dir),
             termination=termination,

@@ -153,8 +153,9 @@ class Evaluate(Stage):
         found = list(self._layout_problems(where))
         yield from found
         if not found:
-            yield from source_problems(self.source, self._layout(), where)
-            if self.episode is None:
+            wrong = list(source_problems(self.source, self._layout(), where))
+            yield from wrong
+            if self.episode is None and all(problem.warning for problem in wrong):
                 yield from prompt_problems(self.model, self.source, self._layout(), self.max_tokens, says)
                 yield from untemplated(self.model) if self.chat else ()
 

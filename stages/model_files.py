@@ -91,8 +91,8 @@ def untemplated(model: Model) -> Iterator[Problem]:
     yield Problem(
         where=str(model.location),
         what=f"the tokenizer of {model.source!r} has no chat template",
-        why="with chat=True, the template turns messages into a prompt",
-        fix="a chat model, Model(..., chat_template=...) in Jinja's language, or chat=False",
+        why="the template turns messages into a prompt",
+        fix="a chat model, Model(..., chat_template=...) in Jinja's language, or texts in the place of messages",
     )
 
 

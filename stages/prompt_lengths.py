@@ -1,4 +1,4 @@
-"""Finds prompts of a data set that leave a model no room for a response, before the model loads.
+"""Finds prompts of a data set that a model cannot read, or that leave it no room for a response, before it loads.
 
 Counts with the model's own tokenizer where a prompt could be too long, and there only: a token is at least one byte.
 Prompts with a chat template have more tokens than are counted. Knows no torch.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,10 @@ LOOKED_AT = 8  # prompts of the most bytes that are counted
 
 
 def prompt_problems(model: Model, source: Any, layout: Schema, max_tokens: Any, says: str) -> Iterator[Problem]:
-    """Yield the longest prompt among the rows that a check reads, if it and `max_tokens` are more than the model has
-    positions. The rows, the model and `max_tokens` are checked apart."""
+    """Yield, among the rows that a check reads, the first prompt with characters that the model's alphabet lacks, and
+    the longest one, if it and `max_tokens` are more than the model has positions. The rows, the model and `max_tokens`
+    are checked apart."""
+    yield from _unknown_problems(model, source, layout)
     most = positions(known_config(model))
     if most is None or not is_whole(max_tokens, 1) or max_tokens >= most or layout.images is not None:
         return
@@ -40,6 +43,21 @@ def prompt_problems(model: Model, source: Any, layout: Schema, max_tokens: Any, 
             what=f"the prompt has {longest:,} tokens, and {says} has max_tokens={max_tokens}",
             why=f"the model {model.source!r} has {most:,} positions (max_position_embeddings)",
             fix=f"max_tokens={most - longest}, or leave out such rows" if longest < most else "leave out such rows",
+        )
+
+
+def _unknown_problems(model: Model, source: Any, layout: Schema) -> Iterator[Problem]:
+    alphabet = model.alphabet
+    if model.config is None or alphabet == "bytes" or not isinstance(alphabet, str) or layout.images is not None:
+        return
+    lacking = {where: unknown for where, text in _prompts(source, layout) if (unknown := set(text) - set(alphabet))}
+    for where, unknown in islice(lacking.items(), 1):
+        every = "".join(sorted(set().union(*lacking.values())))
+        yield Problem(
+            where=where,
+            what=f"the prompt has the characters {', '.join(map(repr, sorted(unknown)))}",
+            why=f"the alphabet of the model is {alphabet!r}",
+            fix=f"Model(..., alphabet={alphabet + every!r}), or other prompts",
         )
 
 

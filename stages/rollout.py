@@ -96,7 +96,8 @@ class Rollout(SamplingStage):
         """Check the backend, the model and the sampling parameters."""
         yield from self.sampling_problems(graph, _RULES)
         yield from length_problems(self.model, self.max_tokens, str(self.location), f"stage {self.name!r}")
-        if isinstance(source := graph.source, Prompts):
+        source = graph.source
+        if isinstance(source, Prompts) and all(found.warning for found in source.check(graph)):
             says = f"stage {self.name!r}"
             yield from prompt_problems(self.model, source.source, source.layout, self.max_tokens, says)
         if self.chat:

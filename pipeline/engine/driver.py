@@ -43,10 +43,10 @@ from pipeline.writing import replace
 class Driver:
     """One run of a graph. `execute` runs it to the end or raises the error that ended it; both release everything.
 
-    `on_step(step, metrics)` is called after each step (step -1: before the first), `on_divergence(problem)` for each
-    sign of divergence, unless the graph's schedule stops the run then. `deadline_s` bounds the time in which no task
-    finishes, in the driver's own process too; if code there cannot be interrupted, the process ends after `last_words`.
-    `termination` may ask the run to stop: the steps in training are then finished and saved,
+    `on_step(step, metrics)` is called after each step (step -1: before the first), `on_notice(problem)` for each lost
+    worker, and for each sign of divergence, unless the graph's schedule stops the run then. `deadline_s` bounds the
+    time in which no task finishes, in the driver's own process too; if code there cannot be interrupted, the process
+    ends after `last_words`. `termination` may ask the run to stop: the steps in training are then finished and saved,
     `execute` returns, and `stopped` is true.
     """
 
@@ -59,16 +59,16 @@ class Driver:
         run_dir: RunDir | None = None,
         start: int = 0,
         on_step: StepListener | None = None,
-        on_divergence: Says | None = None,
+        on_notice: Says | None = None,
         deadline_s: float = 3600.0,
         last_words: Callable[[], None] = lambda: None,
         termination: Termination | None = None,
     ) -> None:
         self.graph, self.plan, self.executor, self.run_dir = graph, plan, executor, run_dir
-        journal = Journal(plan, WallClock(), trace.TraceWriter(run_dir.events if run_dir else None))
+        journal = Journal(plan, WallClock(), trace.TraceWriter(run_dir.events if run_dir else None), on_notice)
         stamps = stamps_of(graph.all_stages())
         self.rows = RunRows(plan, executor, journal, stamps.ragged if stamps else None)
-        watch = Watch(journal, run_dir, stop=graph.schedule.on_divergence == "stop", says=on_divergence)
+        watch = Watch(journal, run_dir, stop=graph.schedule.on_divergence == "stop", says=on_notice)
         listeners = [*([on_step] if on_step else []), watch.take]
         self._turns = turns = VersionFolders(run_dir.turns) if run_dir else None
         if run_dir and turns:

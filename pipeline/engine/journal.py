@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import msgspec
@@ -18,9 +18,11 @@ import msgspec
 from pipeline.declare.task import Task
 from pipeline.engine.divergence import DivergenceNotice
 from pipeline.engine.open_counts import OpenCounts
-from pipeline.errors import SluiceError
+from pipeline.errors import Problem, SluiceError
 from pipeline.plan.plan import Plan
 from pipeline.record import trace
+
+AGAIN_S = 5.0  # all tasks of a lost worker are reported within it
 
 
 class Clock(Protocol):
@@ -61,9 +63,9 @@ class Pen(Protocol):
 
 
 class Journal:
-    """The record of one run. The driver uses the same `clock`."""
+    """The record of one run. The driver uses the same `clock`. `says` is called once for each lost worker."""
 
-    def __init__(self, plan: Plan, clock: Clock, pen: Pen) -> None:
+    def __init__(self, plan: Plan, clock: Clock, pen: Pen, says: Callable[[Problem], None] | None = None) -> None:
         self.clock = clock
         self.write, self._flush, self.close = pen.write, pen.flush, pen.close
         self._open = OpenCounts()
@@ -71,6 +73,7 @@ class Journal:
         self._plan = plan
         self._groups = {stage.name: stage.groups[0] for stage in plan.stages if stage.groups}
         self._replaced: set[int] = set()  # numbers of tasks whose worker was lost
+        self._says, self._said_s = says, dict[str, float]()  # when a loss was said
 
     def started(self, start: int, executor: str) -> None:
         """Record that the run starts after `start` steps."""
@@ -144,7 +147,13 @@ class Journal:
         """Record that an attempt was lost, and its unacknowledged groups."""
         self._replaced.add(task.number)
         self._open.take(task, {})
-        self.write(trace.Retried(**trace.of(task), groups=groups, reason=reason, at_s=self.clock.now_s))
+        now_s = self.clock.now_s
+        self.write(trace.Retried(**trace.of(task), groups=groups, reason=reason, at_s=now_s))
+        if self._says and now_s - self._said_s.get(reason, -math.inf) > AGAIN_S:
+            self._said_s[reason] = now_s
+            why = "its tasks run again, on a worker that takes its place"
+            fix = "if it happens again, look into logs/ of the run"
+            self._says(Problem(where=f"step {task.step + 1}", what=reason, why=why, fix=fix, warning=True))
 
     def fenced(self, task: Task, groups: tuple[int, ...]) -> None:
         """Record that a report of a replaced attempt was ignored. Repeated reports of a task are not recorded."""

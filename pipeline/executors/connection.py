@@ -12,12 +12,14 @@ from __future__ import annotations
 import os
 import secrets
 import signal
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import ray
+from ray._private import worker
 from ray.exceptions import RayError
 
 from pipeline.errors import Problem, StageError, in_main_thread
@@ -37,6 +39,12 @@ QUIET = {
 }  # of a Ray of the run's own, unless the user has set them
 
 
+def _append(log: Path, data: Mapping[str, Any], ignore_prefix: bool = False) -> None:
+    """Add lines that Ray would print to a log."""
+    with suppress(OSError), log.open("a", errors="backslashreplace") as file:
+        file.writelines(f"{line}\n" for line in data["lines"])
+
+
 class Connection:
     """Not open until `open`. `address` joins a cluster; without one, a Ray starts. `last_words` prints how the run goes
     on, before this process ends because the control store has died under a call of Ray's."""
@@ -48,9 +56,12 @@ class Connection:
         self._keeper: Keeper | None = None
         self._lifeline: Lifeline | None = None
 
-    def open(self, cpus: int, folders: Sequence[Path]) -> None:
+    def open(self, cpus: int, folders: Sequence[Path], log: Path | None = None) -> None:
         """Connect this process, unless it is connected. A Ray of the run's own has this number of CPUs; `folders` are
-        those from which the driver imports the user's modules. Raises StageError if Ray cannot be reached."""
+        those from which the driver imports the user's modules; what Ray prints of its errors goes to the log. Raises
+        StageError if Ray cannot be reached."""
+        if log:
+            worker.print_to_stdstream = partial(_append, log)
         if ray.is_initialized():
             return
         options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}

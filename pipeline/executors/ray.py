@@ -63,6 +63,7 @@ from pipeline.executors.worker import WorkerSettings
 from pipeline.plan.plan import PlacedGroup, Plan, PlannedStage
 from pipeline.plan.planner import placed_groups, with_samples
 from pipeline.record.trace import Placed, Turned
+from pipeline.rundir import RunDir
 
 PLANE_ATTEMPTS = 5
 WRITE_S = 3600.0  # for all workers to write their state
@@ -114,7 +115,8 @@ class RayExecutor:
         check_interpreters(groups.values())
         self._on_start("Ray")
         needed = cpus_of(plan.placed) + data_plane_cpus(self._storage_units, nodes=1)
-        self._connection.open(max(int(needed + 0.999), os.cpu_count() or 1, 4), folders)
+        log = RunDir(settings.run_dir).logs / "ray.log" if settings.run_dir else None
+        self._connection.open(max(int(needed + 0.999), os.cpu_count() or 1, 4), folders, log)
         units = self._reserve(plan)
         self._planned = {stage.name: stage for stage in plan.stages}
         by_name = self._stages = {stage.name: stage for stage in stages}

@@ -24,6 +24,7 @@ from pipeline.declare.parameters import Rule, at_least, broken, number
 from pipeline.declare.version_folders import VersionFolders
 from pipeline.errors import Problem, shown
 from stages.episode.environment import Deadlines, Tool
+from stages.model_files import untemplated
 from stages.model_shape import known_config, length_problems, positions
 from stages.reward import Reward
 from stages.sampling_stage import SAMPLING_RULES, SamplingStage
@@ -163,9 +164,8 @@ class TurnStage(SamplingStage, ABC):
             what, why = f"{says} has deadlines={shown(self.deadlines)}", "four waits have a deadline each"
             yield Problem(where=where, what=what, why=why, fix="Deadlines(turn_s=30.0)")
         yield from length_problems(self.model, self.tokens, where, says)
-        if self.is_chat and self.model.config is not None and self.model.chat_template is None:
-            what, why = f"the tokenizer of {self.model.source!r} has no chat template", "it turns messages into tokens"
-            yield Problem(where=where, what=what, why=why, fix="Model(..., chat_template=...), in Jinja's language")
+        if self.is_chat and (self.renderer is None or self.model.config is not None):
+            yield from untemplated(self.model)
         if isinstance(self.renderer, str) and not self.is_chat:
             what, why = f"{says} has renderer={self.renderer!r} without chat=True", "a renderer writes messages"
             yield Problem(where=where, what=what, why=why, fix="chat=True, or leave out renderer=")

@@ -108,6 +108,7 @@ TABLE = {  # home -> member -> its parameters; `=` marks those with a default
     "torch.utils._python_dispatch:TorchDispatchMode": {"": "_dispatch_key="},
     "transformers:PreTrainedModel": {"_no_split_modules": FIELD},
     "ray._private.state:available_resources_per_node": {"": ""},
+    "ray._private:worker": {"": FIELD, "print_to_stdstream": "data, ignore_prefix"},
     "argparse:ArgumentParser": {"_option_string_actions": FIELD},
     "argparse:HelpFormatter": {
         "_format_action": "self, action",

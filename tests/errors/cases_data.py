@@ -5,10 +5,10 @@ import gzip
 from tests.errors.harness import Case
 
 IMPORT = "from stages import Dataset, Mixture\n\n\n"
-ROW = '{"prompt": "1+1=", "answer": "2"}\n'
+ROW = '{"prompt": "r11>", "answer": "2"}\n'
 TWO = {"gsm8k/train.jsonl": ROW, "gsm8k/test.jsonl": ROW}
-NESTED = '{"prompt": "1+1=", "reward_model": {"ground_truth": "2"}, "data_source": "sums"}\n'
-CHAT = '{{"prompt": [{{"role": "user", "content": "1+1="}}{}], "answer": "2"}}\n'
+NESTED = '{"prompt": "r11>", "reward_model": {"ground_truth": "2"}, "data_source": "sums"}\n'
+CHAT = '{{"prompt": [{{"role": "user", "content": "r11>"}}{}], "answer": "2"}}\n'
 IMAGE = "Field('image', dtype='uint8', dims='N B')"
 
 
@@ -39,7 +39,7 @@ def evaluated(
 
 CHATTING = "Rollout(policy, on=sampler, samples_per_prompt=2, max_tokens=3, chat=True)"
 BYTES = 'Model("tiny", config={{"model_type": "qwen3", "max_position_embeddings": {}}}, alphabet="bytes")'
-LONG, LONGER = ROW.replace("1+1", "1+1+1+1+1+1+1"), ROW.replace("1+1", "1+1+1+1+1+1+1+1+1")
+LONG, LONGER = ROW.replace("r11", "r111111111111"), ROW.replace("r11", "r1111111111111111")
 WHERE = [
     drawn("folder_of_two_splits", '"gsm8k"', TWO),
     drawn("split_misspelled", 'Dataset("gsm8k", split="tran")', TWO),
@@ -86,10 +86,10 @@ VALUES = [
     row("messages_without_chat", CHAT.format("")),
     row("chat_ends_with_the_assistant", CHAT.format(', {"role": "assistant", "content": "2"}'), "chat=True"),
     row(
-        "chat_message_without_a_role", '{"prompt": [{"from": "human", "value": "1+1="}], "answer": "2"}\n', "chat=True"
+        "chat_message_without_a_role", '{"prompt": [{"from": "human", "value": "r11>"}], "answer": "2"}\n', "chat=True"
     ),
     row("chat_without_messages_in_the_row", '{"prompt": [], "answer": "2"}\n', "chat=True"),
-    row("answer_is_null", '{"prompt": "1+1=", "answer": null}\n'),
+    row("answer_is_null", '{"prompt": "r11>", "answer": null}\n'),
     row("number_as_a_text", ROW.replace("}", ', "level": "3"}'), "extra=Field('level', 'int64')"),
     row("fraction_for_a_whole_number", ROW.replace("}", ', "level": 2.5}'), "extra=Field('level', 'int64')"),
     row("number_out_of_range", ROW.replace("}", ', "level": 300}'), "extra=Field('level', 'uint8')"),
@@ -101,8 +101,8 @@ VALUES = [
     ),
     row("image_is_not_there", ROW.replace("}", ', "image": "cat.png"}'), f"extra={IMAGE}"),
     row("several_images_in_a_row", ROW.replace("}", ', "image": ["a.png", "b.png"]}'), f"extra={IMAGE}"),
-    row("json_list_instead_of_lines", '[\n  {"prompt": "1+1=", "answer": "2"}\n]\n', file="train.json"),
-    row("csv_instead_of_lines", "prompt,answer\n1+1=,2\n", file="train.csv"),
+    row("json_list_instead_of_lines", '[\n  {"prompt": "r11>", "answer": "2"}\n]\n', file="train.json"),
+    row("csv_instead_of_lines", "prompt,answer\nr11>,2\n", file="train.csv"),
     row("line_that_ends_in_a_text", ROW + '{"prompt": "2+\n' + ROW),
     row("bytes_of_another_encoding", ROW.encode() + '{"prompt": "\u00e4\u00f6'.encode() + b'\xe9"}\r\n'),
     row("missing_comma_after_a_mark", b"\xef\xbb\xbf" + '{"prompt": "\u00e4" "answer": "2"}\r\n'.encode()),
@@ -127,14 +127,15 @@ MIXTURES = [
     drawn(
         "column_of_one_source_is_missing",
         'Mixture(("a.jsonl", 1), ("b.jsonl", 1)), answer="solution"',
-        {"a.jsonl": '{"prompt": "1+1=", "solution": "2"}\n', "b.jsonl": ROW},
+        {"a.jsonl": '{"prompt": "r11>", "solution": "2"}\n', "b.jsonl": ROW},
         at=(),
     ),
+    drawn("prompt_outside_the_alphabet", '"a.jsonl"', {"a.jsonl": ROW + ROW.replace("r11>", "1+1=")}, at=()),
     drawn("rows_that_repeat", '"a.jsonl"', {"a.jsonl": ROW * 3}, at=(), code=0),
     drawn(
         "mixture_with_a_task_and_other_columns",
         'Mixture((task, 1), ("q.jsonl", 1)), prompt="question"',
-        {"q.jsonl": '{"question": "1+1=", "answer": "2"}\n'},
+        {"q.jsonl": '{"question": "r11>", "answer": "2"}\n'},
     ),
 ]
 ALONE = [
@@ -155,7 +156,7 @@ ALONE = [
         "held_out_prompt_longer_than_the_model",
         '"t.jsonl"',
         "max_tokens=3",
-        {"t.jsonl": ROW + LONGER.replace("1+1+1", "\u00e4\u00e4\u00e4")},
+        {"t.jsonl": ROW + ROW.replace("r11", "+".join(["\u00e4\u00e4\u00e4"] * 3))},
         at=(),
         policy=BYTES.format(16),
     ),

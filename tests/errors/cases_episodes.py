@@ -84,7 +84,11 @@ CASES = [
     episode("renderer_that_is_no_name", "renderer=('qwen3',)"),
     episode("deadlines_are_a_number", "deadlines=30"),
     episode("deadline_of_0", "deadlines=Deadlines(turn_s=0)"),
-    endpoint("endpoint_without_a_chat_template", "command=('python', 'agent.py')"),
+    replace(
+        endpoint("endpoint_without_a_chat_template", "command=('python', 'agent.py')", policy='Model("chatty")'),
+        at=("policy",),
+        files={"chatty/config.json": '{"model_type": "qwen3"}', "chatty/tokenizer_config.json": "{}"},
+    ),
     endpoint("endpoint_whose_command_is_a_text", "command='python agent.py', commands=0, variables={'A': 1}"),
     endpoint("endpoint_that_nothing_drops", "command=('true',)", extra="()"),
     Case(

@@ -55,7 +55,7 @@ def live(name: str, top: str = "", train: str = "", code: int = 3, **lines: str)
 
 def rows(count: int, bad: dict[int, dict], **more: str) -> str:
     """Return the text of a file with `count` rows; those in `bad`, by line number, have other values."""
-    made = ({"prompt": f"{i}=", "answer": str(i), **more, **bad.get(i, {})} for i in range(1, count + 1))
+    made = ({"prompt": f"{i}>", "answer": str(i), **more, **bad.get(i, {})} for i in range(1, count + 1))
     return "".join(json.dumps(row) + "\n" for row in made)
 
 
@@ -91,7 +91,7 @@ def ruled(name: str, body: str, parameters: str = "", here: tuple[str, str] = ("
 
 DATA = [
     live("row_1500_is_wrong", train=rows(1600, {1500: {"answer": None}}), source=FILE),
-    live("row_1500_is_no_json", train=rows(1499, {}) + '{"prompt": "1500=\n' + rows(50, {}), source=FILE),
+    live("row_1500_is_no_json", train=rows(1499, {}) + '{"prompt": "1500>\n' + rows(50, {}), source=FILE),
     live("late_image_is_missing", train=rows(12, {10: {"image": "cat.png"}}, image="dog.png"), source=IMAGES),
     live(
         "answer_without_a_number",
@@ -167,7 +167,6 @@ MODELS = [
         {"train": "Train(policy, on=learner, lr=1e-3, minibatches=2, microbatch=Dynamic(tokens=6))"},
         at=("train",),
     ),
-    trained("prompt_outside_the_alphabet", {"source": FILE}, files={"train.jsonl": rows(4, {})}),
     trained(
         "stop_is_several_tokens",
         {"rollout": "Rollout(policy, on=sampler, samples_per_prompt=2, max_tokens=3, stop=('12',))"},

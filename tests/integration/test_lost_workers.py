@@ -163,14 +163,16 @@ def test_the_command_goes_on_from_the_last_checkpoint_and_ends_with_the_same_wei
     folder, died = tmp_path / "run", []
 
     def kill_once(step: int, metrics: dict[str, float]) -> None:
-        if step == 4 and not died:
-            died.append(pids(folder, "learner")[-1])
-            os.kill(died[0], signal.SIGKILL)
+        if (group := {1: "sampler", 4: "learner"}.get(step)) and group not in died:
+            died.append(group)
+            os.kill(pids(folder, group)[-1], signal.SIGKILL)
 
     assert in_command(tmp_path / "small.py", folder, monkeypatch, kill_once) == 0
-    said = capsys.readouterr().err
+    printed, said = capsys.readouterr()
+    assert "worker sampler.0 died; its tasks run again, on a worker that takes its place" in said
     assert "a worker died and did not finish" in said and "restart from step 3; restarts left: 1" in said
     run_dir = RunDir(folder)
+    assert "raylet" not in said + printed and "A worker died" in (run_dir.logs / "ray.log").read_text()
     assert [event.start for event in events(run_dir, trace.Started)] == [0, 3]
     assert [line["step"] for line in lines(run_dir)] == list(range(1, 9))
     assert weights(run_dir, 8) == undisturbed
