@@ -130,34 +130,15 @@ class Evaluate(Stage):
             yield from length_problems(self.model, self.max_tokens, where, f"stage {self.name!r}")
         else:
             yield from self._episode_problems(where)
-        says = f"stage {self.name!r}"
-        has = {"columns": not isinstance(self.source, Generated), "episodes": self.episode is not None}
+        is_task, has_turns = isinstance(self.source, Generated), self.episode is not None
+        wrong = list(self._task_problems(where) if is_task else self._data_problems(where))
+        yield from wrong
+        sound, says = all(problem.warning for problem in wrong), f"stage {self.name!r}"
+        has = {"columns": not is_task, "episodes": has_turns, "typed": sound}
         yield from reward_problems(self._rewards(), self._fields, where, says, **has)
-        if isinstance(self.source, Generated):
-            if self.source.held_out == 0:
-                yield Problem(
-                    where=where,
-                    what=f"the task {self.source.task!r} has no held-out prompts",
-                    why="evaluation on training prompts measures memory, not skill",
-                    fix="Generated(..., held_out=1000)",
-                )
-            for name, default in (("chat", False), ("extra", ())):
-                if (value := getattr(self, name)) != default:
-                    yield Problem(
-                        where=where,
-                        what=f"stage {self.name!r} has {name}={shown(value)} and a Generated task",
-                        why="a Generated task has texts, and neither messages nor other columns",
-                        fix=f"leave out {name}=",
-                    )
-            return
-        found = list(self._layout_problems(where))
-        yield from found
-        if not found:
-            wrong = list(source_problems(self.source, self._layout(), where))
-            yield from wrong
-            if self.episode is None and all(problem.warning for problem in wrong):
-                yield from prompt_problems(self.model, self.source, self._layout(), self.max_tokens, says)
-                yield from untemplated(self.model) if self.chat else ()
+        if sound and not is_task and not has_turns:
+            yield from prompt_problems(self.model, self.source, self._layout(), self.max_tokens, says)
+            yield from untemplated(self.model) if self.chat else ()
 
     def work(self, load: Load) -> Decoding | None:
         """The decoding of its prompts, with responses like those of the step; None unless the backend is vllm."""
@@ -174,6 +155,28 @@ class Evaluate(Stage):
     def fitting(self, load: Load, room_bytes: float) -> str:
         """Nothing: what it takes depends on its worker group."""
         return ""
+
+    def _task_problems(self, where: str) -> Iterator[Problem]:
+        assert isinstance(self.source, Generated)
+        if self.source.held_out == 0:
+            yield Problem(
+                where=where,
+                what=f"the task {self.source.task!r} has no held-out prompts",
+                why="evaluation on training prompts measures memory, not skill",
+                fix="Generated(..., held_out=1000)",
+            )
+        for name, default in (("chat", False), ("extra", ())):
+            if (value := getattr(self, name)) != default:
+                yield Problem(
+                    where=where,
+                    what=f"stage {self.name!r} has {name}={shown(value)} and a Generated task",
+                    why="a Generated task has texts, and neither messages nor other columns",
+                    fix=f"leave out {name}=",
+                )
+
+    def _data_problems(self, where: str) -> Iterator[Problem]:
+        wrong = list(self._layout_problems(where))
+        yield from wrong or source_problems(self.source, self._layout(), where)
 
     def _layout_problems(self, where: str) -> Iterator[Problem]:
         """Check the parameters, without reading a row."""

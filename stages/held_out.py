@@ -44,8 +44,10 @@ def reward_problems(
     *,
     columns: bool,
     episodes: bool,
+    typed: bool,
 ) -> Iterator[Problem]:
-    """Check that each function can be called with what is known of a held-out row and its response."""
+    """Check that each function can be called with what is known of a held-out row and its response. If the
+    data cannot be read, the types of its columns are not known: not `typed`."""
     known = {made.name: made for made in (*fields, RESPONSE, TRUNCATED, *(OF_EPISODES if episodes else ()))}
     for function in functions:
         found = list(function_problems(function, where))
@@ -63,7 +65,7 @@ def reward_problems(
             )
         for made in reads:
             has = known.get(made.name, made)
-            if made.dtype not in (ANY, has.dtype):
+            if typed and made.dtype not in (ANY, has.dtype):
                 yield Problem(
                     where=at,
                     what=f"reward {name_of(function)} reads {made.name} as {made.dtype}",

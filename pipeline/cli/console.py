@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -163,6 +163,7 @@ def _volume(plan: Plan, edge: object | None) -> str:
 
 
 _COUNTS = ("eval/count", "eval/length_mean", "eval/truncated", "eval/end_")  # metrics of no reward begin with one
+_FAILED = "/end_failed"  # of a stage: the fraction of its episodes whose environment failed
 
 
 class Progress:
@@ -179,6 +180,7 @@ class Progress:
         self.measure = ""  # the metric that is shown: the first reward of the evaluation
         self.last: dict[str, float] = {}
         self.dropped: Counter[str] = Counter()  # groups, by reason
+        self._failures_said = False
 
     def __enter__(self) -> Progress:
         return self
@@ -205,12 +207,25 @@ class Progress:
                 self._print(f"before training  {self.measure} {self.evaluations[-1][1]:.3f}", keep=True)
             return
         self.last = metrics
+        self._warn_of_failures(step, metrics)
         for name, groups in metrics.items():
             if name.startswith("dropped/"):
                 self.dropped[name.removeprefix("dropped/")] += int(groups)
         self._done = step + 1
         self._left.took(step, took_s)
         self._print(self._line(metrics), keep=bool(evaluated) or self._done == self._plan.steps)
+
+    def _warn_of_failures(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Say once that environments fail: half of a step's episodes are no accident."""
+        stage = next(
+            (name.partition("/")[0] for name, part in metrics.items() if name.endswith(_FAILED) and part >= 0.5), ""
+        )
+        if stage and not self._failures_said:
+            self._failures_said = True
+            what = f"{metrics[stage + _FAILED]:.0%} of the episodes of {stage!r} ended since their environment failed"
+            why = "one that fails twice at the same turn is taken for the policy's doing: end is failed:<turn>:<kind>"
+            fix = "read what failed in logs/ of the run, and play the environment by hand"
+            self.warn(Problem(where=f"step {step + 1}", what=what, why=why, fix=fix, warning=True))
 
     def warn(self, problem: Problem) -> None:
         """Print a warning below the progress line."""

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from pipeline.errors import Problem, is_user_file
-from pipeline.precedence import PACKAGES, hidden, hides_installed
+from pipeline.precedence import HOME, PACKAGES, hidden, hides_installed
 
 
 def hidden_imports(path: Path, folders: Sequence[Path]) -> Iterator[Problem]:
@@ -31,7 +31,8 @@ def hidden_imports(path: Path, folders: Sequence[Path]) -> Iterator[Problem]:
     seen = {path.resolve()}
     for file in files:
         for line, names, base in _imports(file):
-            if base is None and (found := next(_hidden(names, folders), None)):
+            is_ours = file.resolve().parent == HOME / "graphs"  # a recipe, which means Sluice's own
+            if base is None and not is_ours and (found := next(_hidden(names, folders), None)):
                 yield rename(f"{file}:{line}", *found)
             for own in (own for name in names for own in _own_files(name, base, folders)):
                 if own not in seen:

@@ -169,13 +169,18 @@ def _way_to(field: Field, stage: Stage, written: Mapping[str, Sequence[tuple[Sta
     """Return the fix for a field that `stage` reads and no stage writes."""
     if field.hint:
         return field.hint
-    others = [name for name in written if name not in {read.name for read in stage.reads}]
+    others = [
+        name
+        for name, pairs in written.items()
+        if name not in {read.name for read in stage.reads} and pairs[0][1].per_step == field.per_step
+    ]
     near = difflib.get_close_matches(field.name, others, n=1)
     near = near or [name for name in others if field.name.startswith(f"{name}_")]
     add = f"add a stage that writes {field.name!r}"
     if field.dims == "N":
-        column = repr(field.name) if field.dtype in ("str", ANY) else f"Field({field.name!r}, dtype={field.dtype!r})"
-        add += f", or, if it is a column of the data, Prompts(..., extra=({column},))"
+        lacking = [one.name for one in stage.reads if one.name not in written and one.dims == "N" and not one.hint]
+        columns = f"{', '.join(map(repr, lacking))}{',' * (len(lacking) == 1)}"
+        add += f", or, if it is a column of the data, Prompts(..., extra=({columns}))"
     if near:
         return f"did you mean {near[0]!r}? If not, {add}"
     samples = sorted(name for name in others if not written[name][0][1].per_step)

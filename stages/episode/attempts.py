@@ -7,6 +7,7 @@ come again was the machine's, as is the loss of the worker beside it. What the p
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
@@ -16,6 +17,9 @@ from stages.episode.environment import Deadlines, End, Messages, Reply, Said
 from stages.episode.frames import HostAnswer
 from stages.episode.processes import EnvironmentFailedError, PlaceLostError
 from stages.vocabulary import LOST
+
+MOST_SAID = 20
+_said: set[str] = set()  # by this process
 
 
 class EpisodeLostError(Exception):
@@ -28,6 +32,13 @@ class EpisodeLostError(Exception):
     def end(self) -> str:
         """How the episode ended."""
         return str(self)
+
+
+def _say(text: str) -> None:
+    """Print what has failed, to the worker's log: each text once, and not more than a few."""
+    if text not in _said and len(_said) < MOST_SAID:
+        _said.add(text)
+        print(text, file=sys.stderr, flush=True)
 
 
 class EnvironmentPlace(Protocol):
@@ -112,6 +123,7 @@ class Attempts:
             except EnvironmentFailedError as error:
                 failures += not isinstance(error, PlaceLostError)
                 if failures > 1:  # in a fresh environment, at the same turn
+                    _say(f"an environment has failed twice at turn {len(self._turns) + 1}: {error}")
                     await self.close()
                     return End("deadline" if error.kind == "deadline" else f"failed:{len(self._turns)}:{error.kind}")
                 self._again(error)

@@ -159,6 +159,15 @@ def test_a_line_a_step_where_there_is_no_terminal(capsys):
     assert progress.evaluations == [(0, 0.125), (3, 0.75)]
 
 
+def test_environments_that_fail_are_said_once(capsys):
+    progress = Progress(made(), 0)
+    for step, part in enumerate((0.4, 0.9, 0.9)):
+        progress.step(step, METRICS | {"play/end_failed": part})
+    said = capsys.readouterr().err
+    assert said.count("warning: 90% of the episodes of 'play' ended since their environment failed") == 1
+    assert said.startswith("step 2: ")
+
+
 def test_a_long_run_without_a_terminal_prints_every_tenth_step(capsys):
     progress = Progress(made(schedule=toy.Schedule(steps=30)), 0)
     for step in range(30):

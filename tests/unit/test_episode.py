@@ -63,6 +63,7 @@ from stages import (
     Train,
 )
 from stages.backends import Decoded, Generation, Sampling
+from stages.episode import attempts
 from stages.episode.attempts import Attempts
 from stages.episode.conversation import calls_in
 from stages.episode.endpoint.commands import result_in
@@ -447,12 +448,15 @@ def test_a_failure_that_does_not_come_again_changes_nothing(fault: str, method: 
     [("raise", "failed:1:OSError"), ("hang", "deadline"), ("exit", "failed:1:died"), ("quit", "failed:1:SystemExit")],
 )
 def test_a_failure_that_comes_again_at_its_turn_is_the_policys(
-    worker: Worker, fault: str, end: str, tmp_path: Path
+    worker: Worker, fault: str, end: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    attempts._said.clear()
     environment = Faulty(fault=fault, at=1, mark=str(tmp_path / "mark"), of="ab")
     made = worker.columns(episode(environment, deadlines=replace(FAST, turn_s=4.0), environments=4))
     assert made["end"] == ["answered"] * 4 + [end] * 2 + ["answered"] * 2
     assert all(len(made["turn_ends"][i]) == 2 for i in (4, 5)), "what the policy wrote until then is kept"
+    kind = end.rpartition(":")[2]
+    assert capsys.readouterr().err.count(f"an environment has failed twice at turn 2: turn: {kind}: ") == 1
 
 
 @pytest.mark.parametrize(
