@@ -22,6 +22,7 @@ from stages.backends import Cancelled, Decoded, Generation, Sampling, samples_of
 from stages.backends.choose import choose
 from stages.backends.model.padding import pad_left, unpad_right
 from stages.backends.model.vision import Pictures
+from stages.backends.torch.cache_names import cache_name
 from stages.backends.torch.images import Seen, SeenSample, Sight
 from stages.backends.torch.routers import ChosenExperts, Routers, Routes
 
@@ -86,6 +87,7 @@ def decode(
         distinct = _distinct(prompt_ids, None if seen is None else seen[1])
         samples.routes = Routes(experts, *distinct, sampling.max_tokens)
     rows_B = torch.arange(len(prompt_ids), device=device)
+    cached = {cache_name(network.forward): cache}
     for t in range(sampling.max_tokens):
         uniform_B = None if uniforms_NT is None else uniforms_NT[rows_B, t]
         chosen_B, logprobs_B = choose(logits_BV, sampling, uniform_B)
@@ -109,8 +111,8 @@ def decode(
                 input_ids=chosen_B[:, None],
                 attention_mask=mask_BS,
                 position_ids=_positions(next_B + t, seen, needed=mask_BS is not None),
-                past_key_values=cache,
                 use_cache=True,
+                **cached,
             ).logits[:, -1]
         if samples.routes and experts:
             samples.routes.add(rows_B, t, experts)
@@ -201,7 +203,7 @@ def _prefill(
         mask_BP = (torch.arange(width, device=network.device) >= width - lengths_B[:, None]).long()
         positions_BP = (mask_BP.cumsum(-1) - 1).clamp(min=0)
     cache = DynamicCache(config=network.config)
-    given = {"input_ids": prompts_BP, "attention_mask": mask_BP, "past_key_values": cache, "use_cache": True}
+    given = {"input_ids": prompts_BP, "attention_mask": mask_BP, "use_cache": True, cache_name(network.forward): cache}
     if seen is None:
         next_B, logits_BPV = lengths_B, network(position_ids=positions_BP, logits_to_keep=1, **given).logits
     else:

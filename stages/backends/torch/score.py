@@ -21,6 +21,7 @@ from pipeline.declare.columns import Ragged
 from pipeline.declare.sharding import Microbatch, Shard
 from stages.backends.interface import part
 from stages.backends.model.padding import pad_around
+from stages.backends.torch.cache_names import cache_name
 from stages.backends.torch.images import Seen, SeenSample, Sight, seen_by
 from stages.backends.torch.routers import Routers, along
 from stages.backends.torch.rows import apart
@@ -114,7 +115,7 @@ def _masks(network: PreTrainedModel, ids_1S: torch.Tensor, positions_1S: torch.T
         "config": network.config,
         "inputs_embeds": network.get_input_embeddings()(ids_1S),
         "attention_mask": None,
-        "past_key_values": None,
+        cache_name(create_causal_mask): None,
         "position_ids": positions_1S,
     }
     return {
