@@ -19,7 +19,7 @@ from pipeline import forward, run
 from pipeline.errors import GraphError
 from pipeline.forward import Tail
 from pipeline.forwarders import Described, check, opened
-from pipeline.forwarders.step_times import StepTimes
+from pipeline.forwarders.step_times import LARGEST_S, StepTimes
 from pipeline.record import trace
 from tests.optional import need
 from tests.unit.test_findings import printed, write
@@ -252,6 +252,8 @@ def test_a_step_has_the_time_at_which_it_ended(tmp_path, monkeypatch):
     assert timed(times, 5) == [(4, 3640.0)] and timed(times, 1, last=True) == [(5, 3640.0), (1, 10.0)]
     happened(tmp_path, began(0, BEGAN_S), step_ended(0, BEGAN_S + 1.0))
     assert timed(times, 1) == [] and timed(times, 0) == [(1, 1.0), (0, 1.0)]  # the run began anew
+    happened(tmp_path, step_ended(2, 1.5e308), mode="ab")  # damaged
+    assert timed(times, 2) == [(2, LARGEST_S - BEGAN_S)]
 
 
 def test_a_forwarder_that_fails_leaves_the_run_alone(tmp_path, capfd):
