@@ -3,8 +3,8 @@
     for line in broken(Path("artefacts/site")): print(line)
 
 A link is every `href` and `src` of a page. One without a scheme or host leads to a file of the site, or to a folder
-with an index.html, and its fragment is an `id` there, or the `name` of an `a`. One that begins with / starts at the folder of
-the site: 404.html has such links, because a server shows it at any address.
+with an index.html, and its fragment is an `id` there, or the `name` of an `a`. One that begins with / starts at the
+folder of the site: 404.html has such links, because a server shows it at any address.
 """
 
 from __future__ import annotations
