@@ -1,6 +1,6 @@
 """Sluice's engine: graphs, time and data movement. It knows no model and no reward."""
 
-from pipeline import precedence  # noqa: F401 - first: it says where the other packages are found
+from pipeline import precedence, starting  # noqa: F401 - first: where the other packages are found; Ctrl-C
 from pipeline.declare.backend import Backend
 from pipeline.declare.fields import Field
 from pipeline.declare.graph import Graph, Schedule

@@ -2,9 +2,9 @@
 the metrics of a run to other services.
 
 Reads metrics.jsonl, so it can follow a live run or forward a finished one; `pipeline.run` with the same flags starts it
-beside the run. Each step is forwarded once: a step that a resumed run repeats keeps its first values. Needs the
-service's package (pip install 'sluice-rl[tensorboard]', 'sluice-rl[wandb]', 'sluice-rl[mlflow]') and takes keys from
-the environment only. Exit codes: 0 done; 2 RUN, a flag or a service is wrong.
+beside the run. Each step is forwarded once, with the time at which it ended: a step that a resumed run repeats keeps
+its first values. Needs the service's package (pip install 'sluice-rl[tensorboard]', 'sluice-rl[wandb]',
+'sluice-rl[mlflow]') and takes keys from the environment only. Exit codes: 0 done; 2 RUN, a flag or a service is wrong.
 
     python -m pipeline.forward runs/quickstart-... --tensorboard tb --follow
 """
@@ -25,6 +25,7 @@ from pipeline.cli.command import Parser, exit_code
 from pipeline.cli.ended import ended_input
 from pipeline.errors import GraphError, Problem
 from pipeline.forwarders import SERVICES, Described, Sink, check, errors, failure, opened
+from pipeline.forwarders.step_times import StepTimes
 from pipeline.precedence import typed
 from pipeline.record.runs import UNFINISHED, Metrics, described_run, of_a_run, state_on_disk, tail_metrics
 from pipeline.rundir import RunDir
@@ -70,11 +71,12 @@ def forward(run: Path, wanted: Mapping[str, str], *, wait: Callable[[str], bool]
     sinks = {service: opened(service, where, describe(run), run) for service, where in wanted.items()}
     forwarder = _Forwarder(sinks, wanted, run)
     tail, events = Tail(RunDir(run).metrics), RunDir(run).events
+    times = StepTimes(events)
     more = True
     while more:
         more = wait(state_on_disk(events)) and bool(forwarder.sinks)
-        for line in tail.lines():  # after the last wait too
-            forwarder.put(line)
+        for at_s, line in times.of(tail.lines(), last=not more):  # after the last wait too
+            forwarder.put(line, at_s)
     forwarder.close(state_on_disk(events))
 
 
@@ -86,7 +88,7 @@ class _Forwarder:
         self._done = {service: sink.done for service, sink in sinks.items()}
         self._failed: list[Problem] = []
 
-    def put(self, line: Metrics) -> None:
+    def put(self, line: Metrics, at_s: float) -> None:
         step = int(line["step"])
         values = {
             name: float(value) for name, value in line.items() if name != "step" and isinstance(value, int | float)
@@ -95,7 +97,7 @@ class _Forwarder:
             if step > self._done[service]:
                 self._done[service] = step
                 try:
-                    sink.put(step, values)
+                    sink.put(step, at_s, values)
                 except errors(service) as error:
                     self._fail(service, error)
 

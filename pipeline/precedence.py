@@ -133,5 +133,6 @@ def typed(module: str) -> list[str]:
 
 
 sys.meta_path.insert(0, Ours)
-if sys.argv[:1] == ["-m"] and any(word.startswith("pipeline.") for word in sys.orig_argv):  # one of our commands
+BY_MODULE = sys.argv[:1] == ["-m"] and any(word.startswith("pipeline.") for word in sys.orig_argv)  # our command
+if BY_MODULE:
     search_last(sys.path[:1] if sys.path[0] == working_directory() else [])

@@ -1,8 +1,8 @@
 """`python -m docs.site [--out FOLDER]`: build the site with Zensical (`pip install -e '.[docs]'`).
 
 Pages are those of docs/, with the files that they link to, and those of `docs.site.generated`. A broken link, a missing
-anchor, or a page that the navigation lacks ends it with exit code 1. `zensical.toml` has the navigation. Written by
-default to artefacts/site, whose index.html a browser opens from any web server.
+anchor, or a page that the navigation lacks is named, and ends it with exit code 1. `zensical.toml` has the navigation.
+Written by default to artefacts/site, whose index.html a browser opens from any web server.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from docs.site import generated
+from docs.site.links import broken
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS, CONFIG = ROOT / "docs", Path(__file__).with_name("zensical.toml")
@@ -42,6 +43,9 @@ def main() -> int:
         words = ("zensical", "build", "--strict", "-f", str(config))
         done = subprocess.run(words, check=False, timeout=BUILD_S, env=os.environ | {"NO_COLOR": "1"})
         if done.returncode:
+            return 1
+        if wrong := [*broken(Path(folder) / "site")]:
+            print("\n".join(wrong), file=sys.stderr)
             return 1
         shutil.rmtree(out, ignore_errors=True)
         shutil.copytree(Path(folder) / "site", out)
@@ -67,7 +71,7 @@ def _bringing(page: Path, folder: Path) -> str:
 
 def _brought(link: str, page: Path, folder: Path) -> str:
     """Copy a file of the repository that a page of docs/ links to. Returns the link to the copy, which is the same link
-    if there is no such file, so that the build refuses it."""
+    if there is no such file, so that `broken` finds it."""
     file = (DOCS / page.relative_to(folder).parent / link).resolve()
     if not file.is_file() or not file.is_relative_to(ROOT):
         return link

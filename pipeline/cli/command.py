@@ -26,6 +26,7 @@ from pipeline.engine.termination import SIGNALS
 from pipeline.errors import GraphError, Problem, SluiceError, mistaken_import, shown
 from pipeline.forks import exit_now, keep
 from pipeline.precedence import SCRIPT, replaced
+from pipeline.starting import INTERRUPTED, INTERRUPTED_CODE, started
 
 TRUTHS = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
 _EMPTY = "\0"  # a help text that argparse does not omit
@@ -51,6 +52,7 @@ def _exit_code(command: Callable[[list[str]], int], argv: Sequence[str] | None) 
         with suppress(OSError, ValueError):  # stderr is no file
             faulthandler.enable()  # a crash in C, as of a reward's library, prints the line that it came from
     try:
+        started()
         if theirs := replaced():
             raise GraphError(_hidden(theirs))
         code = command(list(sys.argv[1:] if argv is None else argv))
@@ -60,8 +62,8 @@ def _exit_code(command: Callable[[list[str]], int], argv: Sequence[str] | None) 
         console.print_problems(error.problems)
         return error.exit_code
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
+        print(INTERRUPTED, file=sys.stderr)
+        return INTERRUPTED_CODE
     except BrokenPipeError:  # the reader of stdout has left, as `head` does
         discard(sys.stdout)  # so that the flush at exit does not fail too
         return 141

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +17,8 @@ from pipeline.rundir import RunDir
 if TYPE_CHECKING:
     import torch
     from tensordict import TensorDict
+
+_FX = logging.getLogger("torch.fx._symbolic_trace")
 
 
 def kept_samples(run: Path) -> TensorDict:
@@ -42,7 +46,23 @@ def kept_samples(run: Path) -> TensorDict:
             run_dir.samples(0).parent, GraphError, why=why, fix=fix, also=(TypeError, RuntimeError, OverflowError)
         ):
             columns[name] = _column([row[name] for row in rows])
-    return as_tensordict(columns, len(rows))
+    with _untold():
+        return as_tensordict(columns, len(rows))
+
+
+@contextmanager
+def _untold() -> Iterator[None]:
+    """Keep torch, in the context, from printing a warning about a call of its own: making a nested tensor asks
+    is_fx_tracing."""
+
+    def other(record: logging.LogRecord) -> bool:
+        return not record.getMessage().startswith("is_fx_tracing will return true")
+
+    _FX.addFilter(other)
+    try:
+        yield
+    finally:
+        _FX.removeFilter(other)
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:

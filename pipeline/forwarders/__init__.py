@@ -35,8 +35,9 @@ class Sink(Protocol):
 
     done: int
 
-    def put(self, step: int, values: Mapping[str, float]) -> None:
-        """Send the metrics of a step; steps only increase. May raise the exceptions in its module's `errors`."""
+    def put(self, step: int, at_s: float, values: Mapping[str, float]) -> None:
+        """Send the metrics of a step, which ended `at_s` seconds after 1970; steps only increase. May raise the
+        exceptions in its module's `errors`."""
 
     def close(self, state: str) -> None:
         """Finish; the run is "finished", "failed", "interrupted" or "unfinished"."""

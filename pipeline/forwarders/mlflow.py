@@ -7,7 +7,6 @@ last step, which is stored in a tag.
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Mapping
 
 from pipeline.forwarders import Described
@@ -48,8 +47,8 @@ class MLflow:
         for first in range(0, len(flags), AT_ONCE):
             self._client.log_batch(self._run, params=flags[first : first + AT_ONCE])
 
-    def put(self, step: int, values: Mapping[str, float]) -> None:
-        at_ms = int(time.time() * 1000)
+    def put(self, step: int, at_s: float, values: Mapping[str, float]) -> None:
+        at_ms = int(at_s * 1000)
         made = [self._metric(NOT_IN_NAMES.sub("_", name), value, at_ms, step) for name, value in values.items()]
         self._client.log_batch(self._run, metrics=made, tags=[self._tag(DONE, str(step))])
 

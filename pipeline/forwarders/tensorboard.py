@@ -48,9 +48,9 @@ class TensorBoard:
         start = SessionLog(status=SessionLog.START)
         self._writer.add_event(Event(wall_time=time.time(), step=0, session_log=start))
 
-    def put(self, step: int, values: Mapping[str, float]) -> None:
+    def put(self, step: int, at_s: float, values: Mapping[str, float]) -> None:
         shown = [self._summary.Value(tag=name, simple_value=value) for name, value in values.items()]
-        self._writer.add_event(self._event(wall_time=time.time(), step=step, summary=self._summary(value=shown)))
+        self._writer.add_event(self._event(wall_time=at_s, step=step, summary=self._summary(value=shown)))
         self._writer.flush()
 
     def close(self, state: str) -> None:

@@ -41,8 +41,8 @@ class WeightsAndBiases:
         earlier = [int(file.read_text()) for file in folder.parent.glob(f"offline-run-*-{run.id}/{DONE}")]
         self.done = run.step - 1 if run.resumed else max(earlier, default=-1)
 
-    def put(self, step: int, values: Mapping[str, float]) -> None:
-        self._run.log(dict(values), step=step)
+    def put(self, step: int, at_s: float, values: Mapping[str, float]) -> None:
+        self._run.log({**values, "_timestamp": at_s}, step=step)
         if self._run.offline:
             self._last.write_text(str(step))
 

@@ -16,8 +16,8 @@ from tests.journal.checker import check
 ROOT = Path(__file__).resolve().parents[2]
 READS_IT = {  # and what for
     "pipeline/engine/journal.py": "the time of day in the record",
-    "pipeline/forwarders/mlflow.py": "the time of day of a metric",
-    "pipeline/forwarders/tensorboard.py": "the time of day of a metric",
+    "pipeline/forwarders/step_times.py": "the time of a step without a record",
+    "pipeline/forwarders/tensorboard.py": "the beginning of event files",
     "pipeline/rundir.py": "the name of a run",
 }
 NAMES = {"time", "time_ns", "now", "utcnow", "today"}

@@ -25,6 +25,7 @@ from pipeline.data_plane.signed import KEY_BYTES
 from pipeline.data_plane.transfer_queue import Settings, TransferQueuePlane
 from pipeline.errors import CheckpointError, DataPlaneError, GraphError, StageError
 from pipeline.forward import Tail, describe
+from pipeline.forwarders.step_times import LARGEST_S, StepTimes
 from pipeline.record import checkpoint
 from pipeline.rundir import RunDir
 from pipeline.web import pages
@@ -139,7 +140,9 @@ def test_what_is_forwarded(trained: Path, name: str, how: tuple[str, int]) -> No
     with damaged(trained / "run" / name, how), bounded():
         try:
             describe(trained / "run")
-            assert all(isinstance(line["step"], int) for line in Tail(RunDir(trained / "run").metrics).lines())
+            lines, times = Tail(RunDir(trained / "run").metrics).lines(), StepTimes(RunDir(trained / "run").events)
+            for at_s, line in times.of(lines, last=True):
+                assert isinstance(line["step"], int) and 0.0 <= at_s <= LARGEST_S
         except GraphError as error:
             assert error.problems
 

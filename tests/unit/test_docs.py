@@ -27,6 +27,7 @@ import stages.vocabulary
 from docs.site import generated
 from docs.site.__main__ import not_in_navigation
 from docs.site.__main__ import stage as staged
+from docs.site.links import broken
 from pipeline.__main__ import COMMANDS
 from pipeline.cli.recipes import graph_path
 
@@ -121,6 +122,33 @@ def test_the_site_has_every_page_and_no_other(tmp_path, monkeypatch):
     text = (tmp_path / "docs" / "benchmarks.md").read_text()
     brought = re.findall(r"\]\((files/benchmarks/results/\S+\.json)\)", text)
     assert len(brought) > 20 and all((tmp_path / "docs" / file).is_file() for file in brought)
+
+
+def test_a_broken_link_of_the_site_is_found(tmp_path):
+    deep = (site := tmp_path / "site") / "deep"
+    (deep / "folder").mkdir(parents=True)
+    (deep / "a picture.png").touch()
+    (deep / "folder" / "index.html").write_text('<a name="old"></a>')
+    (site / "404.html").write_text('<link href="/deep/page.html#there"><script src="/nope.js"></script>')
+    right = (
+        "page.html",
+        "#there",
+        "#",
+        "#top",
+        "?q=1#there",
+        "a%20picture.png",
+        "folder/#old",
+        "../404.html",
+        "//x.org/a",
+    )
+    right += ("https://x.org/nope#a", "mailto:a@x.org", "data:image/png;base64,AAAA")
+    wrong = ("nope.html", "#nope", "page.html#nope", "folder#older", "../../outside.py", "/page.html", "http://[x", "")
+    links = "".join(f'<a href="{link}">x</a>' for link in right + wrong)
+    (deep / "page.html").write_text(f'<h1 id="there">T</h1><meta name="nope">{links}<img src="nope.png">')
+    (tmp_path / "outside.py").touch()
+    found = [line.split(": ")[:2] for line in broken(site)]
+    expected = [["deep/page.html", link or "an empty link"] for link in (*wrong, "nope.png")]
+    assert found == [["404.html", "/nope.js"], *expected]
 
 
 def test_generated_pages_have_every_error_result_and_name():

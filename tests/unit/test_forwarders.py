@@ -12,12 +12,15 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from pipeline import forward, run
 from pipeline.errors import GraphError
 from pipeline.forward import Tail
 from pipeline.forwarders import Described, check, opened
+from pipeline.forwarders.step_times import LARGEST_S, StepTimes
+from pipeline.record import trace
 from tests.optional import need
 from tests.unit.test_findings import printed, write
 
@@ -30,6 +33,8 @@ LINES: list[dict[str, Any]] = [
     {"step": 2, "version": 2, "reward/mean": 0.75},
 ]
 REWARDS = [(1, 0.5), (2, 0.75)]
+BEGAN_S = 1_700_000_000.0  # by the wall clock
+ENDS_S = [BEGAN_S + 40.0, BEGAN_S + 100.5, BEGAN_S + 161.0]  # of LINES
 
 
 @pytest.fixture
@@ -37,7 +42,23 @@ def recorded(tmp_path) -> Path:
     """A run directory whose metrics file has these lines and an unfinished last line."""
     folder = write(tmp_path / "my run", steps=2)
     said(folder, *LINES, tail='{"step": 3, "rew')
+    ended = (folder / "events.jsonl").read_bytes().splitlines(keepends=True)[-1]
+    happened(folder, began(0, BEGAN_S), *(step_ended(step, end_s) for step, end_s in enumerate(ENDS_S)), ended)
     return folder
+
+
+def began(start: int, wall_s: float, monotonic_s: float = 500.0) -> trace.Started:
+    return trace.Started(graph="g", start=start, steps=9, executor="local", monotonic_s=monotonic_s, wall_s=wall_s)
+
+
+def step_ended(step: int, end_s: float, zero_s: float = BEGAN_S - 500.0) -> trace.StepEnded:
+    """Return the event of a step of metrics.jsonl that ended then, where the monotonic clock began at `zero_s`."""
+    return trace.StepEnded(step=step - 1, metrics={}, at_s=end_s - zero_s)
+
+
+def happened(folder: Path, *events: trace.TraceEvent | bytes, mode: str = "wb") -> None:
+    with (folder / "events.jsonl").open(mode) as file:
+        file.writelines(event if isinstance(event, bytes) else msgspec.json.encode(event) + b"\n" for event in events)
 
 
 def said(folder: Path, *lines: dict[str, Any], tail: str = "") -> None:
@@ -79,7 +100,7 @@ def test_tensorboard_reads_what_was_forwarded(recorded, tmp_path):
     forward.forward(recorded, {"tensorboard": str(tmp_path / "tb")})
     expected = {"version": [(0, 0.0), (1, 1.0), (2, 2.0)], "eval/exact match": [(0, 0.25)], "reward/mean": REWARDS}
     assert tensorboard(tmp_path / "tb" / "my run") == expected
-    times = written_at(tmp_path / "tb" / "my run")
+    assert (times := written_at(tmp_path / "tb" / "my run")) == ENDS_S[1:]
     time.sleep(1.1)
     forward.forward(recorded, {"tensorboard": str(tmp_path / "tb")})
     assert tensorboard(tmp_path / "tb" / "my run") == expected and written_at(tmp_path / "tb" / "my run") == times
@@ -95,11 +116,11 @@ def test_tensorboard_reads_what_was_forwarded(recorded, tmp_path):
     assert tensorboard(tmp_path / "tb" / "my run")["reward/mean"] == [(1, 9.0)]
 
 
-def written_at(folder):
-    """Return when each reward in a folder of event files was written."""
+def written_at(folder, name="reward/mean"):
+    """Return the time of each reward in a folder of event files."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    return [point.wall_time for point in EventAccumulator(str(folder)).Reload().Scalars("reward/mean")]
+    return [point.wall_time for point in EventAccumulator(str(folder)).Reload().Scalars(name)]
 
 
 def test_wandb_keeps_what_was_forwarded(recorded, tmp_path, monkeypatch):
@@ -120,13 +141,14 @@ def test_wandb_keeps_what_was_forwarded(recorded, tmp_path, monkeypatch):
     assert begun.run_id.startswith("my-run-") and json.loads(
         next(item.value_json for item in begun.config.update if item.key == "graph")
     )
-    rewards = []
+    rewards, times = [], []
     for record in records:
         items = {item.nested_key[0] if item.nested_key else item.key: json.loads(item.value_json)
                  for item in record.history.item}  # fmt: skip
         if "reward/mean" in items:
             rewards.append((items["_step"], items["reward/mean"]))
-    assert rewards == REWARDS
+            times.append(items["_timestamp"])
+    assert rewards == REWARDS and times == ENDS_S[1:]
     assert not any(b"canary" in path.read_bytes() for path in recorded.rglob("*") if path.is_file())
 
 
@@ -146,6 +168,7 @@ def test_mlflow_has_what_was_forwarded_and_goes_on_behind_it(recorded, mlflow_st
     (kept,) = client.search_runs([experiment.experiment_id])
     assert (kept.info.run_name, kept.info.status, kept.data.params) == ("my run", "FINISHED", {"steps": "2"})
     times = [point.timestamp for point in client.get_metric_history(kept.info.run_id, "reward/mean")]
+    assert times == [int(end_s * 1000) for end_s in ENDS_S[1:]]
     forward.forward(recorded, {"mlflow": uri})
     said(recorded, *LINES, {"step": 3, "reward/mean": 1.0})
     forward.forward(recorded, {"mlflow": uri})
@@ -196,6 +219,41 @@ def test_a_run_forwards_while_it_runs(tmp_path):
     assert run.main([*argv, "--tensorboard", str(tmp_path / "tb")]) == 0
     assert [step for step, _ in tensorboard(tmp_path / "tb" / "live")["learn/age"]] == [1, 2, 3]
     assert (tmp_path / "live" / "logs" / "forward.log").is_file()
+    events = [event for _, event in trace.read(tmp_path / "live" / "events.jsonl")]
+    (start,) = (event for event in events if isinstance(event, trace.Started))
+    ends_s = [event.at_s for event in events if isinstance(event, trace.StepEnded) and event.step >= 0]
+    forward.forward(tmp_path / "live", {"tensorboard": str(tmp_path / "later")})
+    for folder in ("tb", "later"):
+        times = written_at(tmp_path / folder / "live", "learn/age")
+        assert times == [end_s + start.wall_s - start.monotonic_s for end_s in ends_s] and len(times) == 3
+
+
+def timed(times: StepTimes, *steps: int, last: bool = False) -> list[tuple[int, float]]:
+    """Return the steps that are forwarded now, each with the seconds since the run began."""
+    return [(line["step"], at_s - BEGAN_S) for at_s, line in times.of(({"step": step} for step in steps), last=last)]
+
+
+def test_a_step_has_the_time_at_which_it_ended(tmp_path, monkeypatch):
+    monkeypatch.setattr(time, "time", lambda: BEGAN_S + 9000.0)
+    times = StepTimes(tmp_path / "events.jsonl")
+    assert timed(times, 0) == [] and timed(times) == [(0, 9000.0)]  # without a record, the time of now
+    happened(tmp_path, began(0, BEGAN_S), step_ended(1, BEGAN_S + 10.0))
+    assert timed(times, 1, 2, 3) == [(1, 10.0)]  # the record is behind
+    happened(tmp_path, step_ended(2, BEGAN_S + 20.0), mode="ab")
+    assert timed(times, 4) == [(2, 20.0), (3, 20.0)]  # a line waits once
+    happened(tmp_path, b'{"type":"step_ended","st\n', mode="ab")
+    assert timed(times) == [(4, 20.0)]
+    happened(tmp_path, step_ended(5, BEGAN_S + 50.0), mode="ab")
+    assert timed(times, 5, 6) == [(5, 50.0)] and timed(times, last=True) == [(6, 50.0)]
+    again_s = BEGAN_S + 3600.0  # on a machine that was started again
+    happened(tmp_path, began(3, again_s, 7.0), mode="ab")
+    assert timed(times, 4) == []  # of the steps that are repeated, the time of before does not count
+    happened(tmp_path, step_ended(4, again_s + 40.0, again_s - 7.0), mode="ab")
+    assert timed(times, 5) == [(4, 3640.0)] and timed(times, 1, last=True) == [(5, 3640.0), (1, 10.0)]
+    happened(tmp_path, began(0, BEGAN_S), step_ended(0, BEGAN_S + 1.0))
+    assert timed(times, 1) == [] and timed(times, 0) == [(1, 1.0), (0, 1.0)]  # the run began anew
+    happened(tmp_path, step_ended(2, 1.5e308), mode="ab")  # damaged
+    assert timed(times, 2) == [(2, LARGEST_S - BEGAN_S)]
 
 
 def test_a_forwarder_that_fails_leaves_the_run_alone(tmp_path, capfd):

@@ -164,6 +164,23 @@ def test_an_interrupted_run_says_how_to_go_on(live, monkeypatch):
     assert err.splitlines() == [resume, "interrupted"]
 
 
+@pytest.mark.usefixtures("signals_are_not_ignored")
+@pytest.mark.parametrize("words", [["-m", "pipeline.run"], ["sluice", "run"]], ids=" ".join)
+@pytest.mark.parametrize("caught", [False, True], ids=["while modules are imported", "in the graph file"])
+def test_an_interrupt_while_a_command_starts_is_no_traceback(tmp_path, words, caught):
+    interrupt = "import os, signal, time\ntry:\n    os.kill(os.getpid(), signal.SIGINT)\n    time.sleep(60)\n"
+    (tmp_path / "ours").mkdir()
+    file = "graph.py" if caught else "ours/difflib.py"  # a module that commands import
+    (tmp_path / file).write_text(f"{interrupt}finally:\n    print('its end')\n")
+    (tmp_path / "sluice").write_text("from pipeline.__main__ import script\nscript()\n")
+    path = os.pathsep.join([str(tmp_path / "ours"), str(REPOSITORY)])
+    done = subprocess.run(
+        [sys.executable, *words, "graph.py"], cwd=tmp_path, env=os.environ | {"PYTHONPATH": path}, text=True,
+        capture_output=True, timeout=60,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr, done.stdout) == (130, "interrupted\n", "its end\n" * caught)
+
+
 def test_an_argument_of_none_reaches_the_graph(tmp_path):
     define = "def graph(steps: int = 2, batch: int = 4, seed: int = 0, limit: int | None = 3):"
     text = live_text(made="print(limit) or " + LINES["made"].replace("stages=stages", "stages=(reward, count)"))

