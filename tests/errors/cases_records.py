@@ -45,6 +45,7 @@ CASES = [
     reading("export_no_format", "export", "run"),
     reading("export_no_run", "export", "elsewhere", "--csv", "tables"),
     reading("export_onto_a_file", "export", "run", "--csv", "graph.py"),
+    reading("export_over_a_file", "export", "run", "--html", "graph.py", "--perfetto", "run/events.jsonl"),
     reading("export_onto_a_folder", "export", "run", "--perfetto", "run"),
     reading("export_misspelled", "export", "run", "--perfeto", "trace.json"),
     reading("forward_nothing", "forward", "--follow"),
