@@ -118,8 +118,8 @@ def resume_step(text: str) -> int | None:
             Problem(
                 where=f"--resume {text}",
                 what="that is not a step",
-                why="checkpoints are named by step",
-                fix="--resume 100",
+                why="checkpoints are named by step, and --resume alone takes the last",
+                fix="--resume",
             )
         )
     return int(text)

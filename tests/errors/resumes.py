@@ -122,6 +122,7 @@ CASES = [
     resume("run_dir_with_a_space_holds_a_run", _spaced, "--run-dir", "my run", code=2),
     resume("resume_of_no_run", nothing, "--run-dir", "other", "--resume", code=2),
     resume("resume_of_no_step", nothing, "--run-dir", "run", "--resume", "latest", code=2),
+    resume("resume_of_a_step_below_0", nothing, "--run-dir", "run", "--resume", "-1", code=2),
     resume("resume_of_a_missing_step", nothing, "--run-dir", "run", "--resume", "7"),
     resume("resume_before_later_checkpoints", nothing, "--run-dir", "run", "--resume", "1", code=0),
     resume("resume_with_another_seed", nothing, "--run-dir", "run", "--seed", "1", "--resume", code=2),

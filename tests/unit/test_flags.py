@@ -46,6 +46,7 @@ def parser_of(tmp_path, text=GRAPH):
     parser.add_argument("--gpus", type=whole, metavar="N")
     parser.add_argument("--folder", metavar="DIR")
     parser.add_argument("--wait", type=number, default=1.5)
+    parser.add_argument("--stale", **one_of("wait", "drop"))
     parser.add_argument("--executor", **one_of("ray", "local"), default="ray")
     add_flags(parser, load(path).flags)
     return parser
@@ -132,13 +133,15 @@ def test_a_default_is_shown_where_there_is_one(tmp_path):
         ([""], ("command line", "argument graph: its value is empty", SEE)),
         (["g.py", "h.py"], ("command line", "unexpected argument 'h.py'", SEE)),
         (["--task", "srot"], ("--task", "expected one of sort, reverse, got 'srot'", "--task sort")),
-        (["--task", "x"], ("--task", "expected one of sort, reverse, got 'x'", SEE)),
+        (["--task", "x"], ("--task", "expected one of sort, reverse, got 'x'", "--task sort")),
+        (["--stale", "x"], ("--stale", "expected one of wait, drop, got 'x'", "--stale wait")),
+        (["--executor", "foo"], ("--executor", "expected one of ray, local, got 'foo'", "--executor ray")),
         (["--executor", "rai"], ("--executor", "expected one of ray, local, got 'rai'", "--executor ray")),
         (["--max-staleness"], ("--max-staleness", "its value is missing", "--max-staleness INT")),
         (["--gpus", "many"], ("--gpus", "expected a whole number, got 'many'", SEE)),
-        (["--wait", "x"], ("--wait", "expected a number, got 'x'", SEE)),
+        (["--wait", "x"], ("--wait", "expected a number, got 'x'", "--wait 1.5")),
         (["--colocated", "maybe"], ("--colocated", "expected true or false, got 'maybe'",
-                                    SEE)),
+                                    "--colocated off")),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )  # fmt: skip
