@@ -239,6 +239,7 @@ DATA = [
     data("data_column_is_missing", '{"promt": "1+1=", "answer": "2"}\n'),
     data("data_column_is_a_number", '{"prompt": "1+1=", "answer": 2}\n'),
     data("data_prompt_is_empty", '{"prompt": "", "answer": "2"}\n'),
+    data("data_prompt_has_half_a_pair", '{"prompt": "\\ud83d", "answer": "2"}\n'),
     data("data_is_not_utf8", b'{"prompt": "\xff", "answer": "2"}\n'),
     data("data_of_many_bad_lines", '{"question": "1+1="}\n' * 5),
     data("source_is_a_number", None, "Prompts(3, batch=batch)", at=("source",)),
