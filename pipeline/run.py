@@ -26,7 +26,7 @@ from pipeline.cli.choice import choose, print_choice
 from pipeline.cli.command import Parser, above_0, end, exit_code, graph_named, natural
 from pipeline.cli.episode import replay_episode
 from pipeline.cli.executor_flags import add_executor_flags, executor_problems, executor_words
-from pipeline.cli.flags import add_flags, given_in, spelled
+from pipeline.cli.flags import add_flags, as_flag, fixed_by_flags, given_in, spelled
 from pipeline.cli.foretold import add_assumptions, add_on, assumed_in, foretold, gpus_of, print_memory
 from pipeline.cli.listing import print_list
 from pipeline.cli.load import GraphFile, in_time, load
@@ -119,7 +119,7 @@ def _main(argv: list[str]) -> int:
         defaults = {flag.name: flag.default for flag in file.flags}
         values = defaults | (record.args if record else {}) | given
         gpus = gpus_of(options)
-        with elsewhere() if gpus and options.plan else nullcontext():
+        with fixed_by_flags(file.flags, given), elsewhere() if gpus and options.plan else nullcontext():
             own = {name: value for name, value in values.items() if name in defaults}
             if gpus and not record:
                 choice = choose(file, own, given, gpus, assumed_in(options))
@@ -128,7 +128,7 @@ def _main(argv: list[str]) -> int:
             graph = file.build(own)
             planned, warnings = plan(graph, gpus=gpus.count if gpus else options.gpus)
             made = foretold(graph, planned, gpus, options) if gpus else None
-        console.print_problems(warnings)
+        console.print_problems(as_flag(warning, file.flags, given) for warning in warnings)
         if problems := tuple(executor_problems(options, graph, file.module)):
             raise GraphError(*problems)
     if options.mirror:

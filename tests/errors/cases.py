@@ -208,6 +208,15 @@ FLAGS = [
     Case("whole_number_of_many_digits", define=FLAGGED, args=("--steps", f"{10**26}")),
     Case("number_expected", define=FLAGGED, args=("--lr", "small")),
     Case("bool_expected", define=FLAGGED, args=("--fast", "maybe")),
+    Case(
+        "fixes_of_flags_that_are_given",
+        {
+            "train": "Train(policy, on=learner, loss=ClippedLoss(), lr=lr, minibatches=cuts, schedule=decay, warmup=warmup)"
+        },
+        define="def graph(steps: int = 2, batch: int = 4, lr=0.1, minibatches=2, schedule='cosine', warmup=-1) -> Graph:\n"
+        "    cuts, decay = minibatches, schedule",
+        args=("--check", "--lr=-1", "--minibatches", "3", "--schedule", "step"),
+    ),
     Case("choice_expected", define=FLAGGED, args=("--size", "m")),
     Case("gpus_below_0", define=FLAGGED, args=("--check", "--gpus", "-1")),
     Case("gpus_that_were_not_measured", args=("--plan", "--on", "a100:8")),

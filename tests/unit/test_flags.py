@@ -6,8 +6,9 @@ import pytest
 
 from pipeline import GraphError, analyse, export, forward, run, simulate, view
 from pipeline.cli.command import Parser, default_of, graph_named, number, one_of, whole
-from pipeline.cli.flags import add_flags, spelled
+from pipeline.cli.flags import add_flags, as_flag, spelled
 from pipeline.cli.load import load
+from pipeline.errors import Problem
 
 GRAPH = '''from typing import Literal
 
@@ -89,6 +90,33 @@ def test_the_words_of_a_value_give_that_value(tmp_path):
     words = [word for name, value in values.items() for word in spelled(name, value)]
     assert words[:3] == ["--colocated", "--no-warm", "--cold"]
     assert given(tmp_path, *words) == values
+
+
+@pytest.mark.parametrize(
+    ("fix", "expected"),
+    [
+        ("lr=1e-6", "--lr 1e-6"),
+        ("max_staleness=2 or 4", "--max-staleness 2 or 4"),
+        ("max_staleness=0, or another schedule", "--max-staleness 0, or another schedule"),
+        ("task='sort'", "--task sort"),
+        ("task='other'", "task='other'"),
+        ("warm=False", "--no-warm"),
+        ("colocated=True", "--colocated"),
+        ("cold=None", "--cold none"),
+        ("lr=None", "lr=None"),
+        ("max_staleness=0.5", "max_staleness=0.5"),
+        ("lr=Schedule(1)", "lr=Schedule(1)"),
+        ("use lr=1e-6", "use lr=1e-6"),
+        ("threads=1", "threads=1"),
+    ],
+)
+def test_a_fix_is_a_flag_if_that_was_given(tmp_path, fix, expected):
+    path = tmp_path / "g.py"
+    path.write_text(GRAPH)
+    flags = load(path).flags
+    problem = Problem(where="here", what="it is wrong", why="it is", fix=fix)
+    assert as_flag(problem, flags, {flag.name for flag in flags} | {"threads"}).fix == expected
+    assert as_flag(problem, flags, {}) == problem
 
 
 def test_each_parameter_has_a_line_of_its_own_and_defaults_are_in_one_column(tmp_path, monkeypatch):
