@@ -34,6 +34,7 @@ from pathlib import Path
 from pipeline.analysis.perfetto import perfetto
 from pipeline.analysis.tables import TABLES, metrics_csv, spans_csv, tables
 from pipeline.cli.command import Parser, exit_code, natural
+from pipeline.cli.listing import example
 from pipeline.cli.model_folder import export_model
 from pipeline.data_plane.kept import kept_samples
 from pipeline.errors import GraphError, Problem
@@ -67,7 +68,7 @@ def _main(argv: list[str]) -> int:
                 where="command line",
                 what="no run is named" if options.run is None else "no format is named",
                 why="a run is exported as a page, as a Perfetto trace, as tables, as its samples, or as its model",
-                fix=" ".join([*typed("pipeline.export"), "runs/quickstart-... --html run.html"]),
+                fix=" ".join([*typed("pipeline.export"), example(options.run), "--html run.html"]),
             )
         )
     run = Path(options.run)

@@ -23,6 +23,7 @@ import msgspec
 
 from pipeline.cli.command import Parser, exit_code
 from pipeline.cli.ended import ended_input
+from pipeline.cli.listing import example
 from pipeline.errors import GraphError, Problem
 from pipeline.forwarders import SERVICES, Described, Sink, check, errors, failure, opened
 from pipeline.precedence import typed
@@ -142,7 +143,7 @@ def _main(argv: list[str]) -> int:
                 where="command line",
                 what="no run is named" if options.run is None else "no service is named",
                 why="the metrics of a run are forwarded to a service",
-                fix=" ".join([*typed("pipeline.forward"), "runs/quickstart-... --tensorboard tb"]),
+                fix=" ".join([*typed("pipeline.forward"), example(options.run), "--tensorboard tb"]),
             )
         )
     if options.until_eof:

@@ -47,10 +47,9 @@ from pipeline.plan.planner import plan
 from pipeline.precedence import typed
 from pipeline.reading import is_text, readable
 from pipeline.record.lock import held
-from pipeline.rundir import RunDir
+from pipeline.rundir import RUNS, RunDir
 from pipeline.writing import exhausted
 
-RUNS = "runs"  # the default folder of runs
 EXIT_CODES = """exit codes: 0 done; 2 the graph, a flag or a file is wrong; 3 a stage failed; 4, 5 the data plane;
 6 a checkpoint; 130 stopped by Ctrl-C (143 SIGTERM, 129 SIGHUP, 131 SIGQUIT), after a step in training was finished and
 saved (a second signal ends the run at once)"""

@@ -22,6 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+RUNS = "runs"  # the default folder of runs, in the working directory
 _OWNERS = 0o700  # the mode of a folder that only its owner can enter
 
 

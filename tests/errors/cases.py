@@ -211,10 +211,10 @@ FLAGS = [
     Case(
         "fixes_of_flags_that_are_given",
         {
-            "train": "Train(policy, on=learner, loss=ClippedLoss(), lr=lr, minibatches=cuts, schedule=decay, warmup=warmup)"
+            "train": "Train(policy, on=learner, lr=lr, minibatches=minibatches, schedule=decay, warmup=warmup)",
         },
-        define="def graph(steps: int = 2, batch: int = 4, lr=0.1, minibatches=2, schedule='cosine', warmup=-1) -> Graph:\n"
-        "    cuts, decay = minibatches, schedule",
+        define="def graph(steps: int = 2, batch: int = 4, lr=1.0, minibatches=2, schedule='cosine', warmup=-1):"
+        "\n    decay = schedule",
         args=("--check", "--lr=-1", "--minibatches", "3", "--schedule", "step"),
     ),
     Case("choice_expected", define=FLAGGED, args=("--size", "m")),

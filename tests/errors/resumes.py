@@ -102,7 +102,7 @@ def _locked(folder: Path) -> None:
     _LOCKS.append(lock)
 
 
-def _in_runs(folder: Path) -> None:
+def in_runs(folder: Path) -> None:
     (folder / "runs").mkdir()
     (folder / "run").rename(folder / "runs" / "my run")
 
@@ -118,7 +118,7 @@ CASES = [
     resume("run_dir_is_being_written", _locked, code=2),
     resume("run_dir_is_a_file", nothing, "--run-dir", "graph.py", code=2),
     resume("resume_without_a_run_dir", nothing, "--resume", code=2),
-    resume("resume_without_a_run_dir_of_a_run_in_runs", _in_runs, "--resume", code=2),
+    resume("resume_without_a_run_dir_of_a_run_in_runs", in_runs, "--resume", code=2),
     resume("run_dir_with_a_space_holds_a_run", _spaced, "--run-dir", "my run", code=2),
     resume("resume_of_no_run", nothing, "--run-dir", "other", "--resume", code=2),
     resume("resume_of_no_step", nothing, "--run-dir", "run", "--resume", "latest", code=2),
