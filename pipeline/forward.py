@@ -17,6 +17,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -24,7 +25,7 @@ import msgspec
 from pipeline.cli.command import Parser, exit_code
 from pipeline.cli.ended import ended_input
 from pipeline.cli.listing import example
-from pipeline.errors import GraphError, Problem
+from pipeline.errors import GraphError, Problem, refusals
 from pipeline.forwarders import SERVICES, Described, Sink, check, errors, failure, opened
 from pipeline.precedence import typed
 from pipeline.record.runs import UNFINISHED, Metrics, described_run, of_a_run, state_on_disk, tail_metrics
@@ -174,10 +175,10 @@ def add_services(parser: argparse.ArgumentParser) -> None:
 
 
 def wanted_of(options: argparse.Namespace) -> dict[str, str]:
-    """Return the services that flags name, with their destinations. Raises GraphError if a package is not installed."""
+    """Return the services that flags name, with their destinations. Raises GraphError with each that cannot be used."""
     wanted = {service: where for service in SERVICES if (where := getattr(options, service))}
-    for service, where in wanted.items():
-        check(service, where)
+    if problems := [each for named in wanted.items() for each in refusals(partial(check, *named))]:
+        raise GraphError(*problems)
     return wanted
 
 

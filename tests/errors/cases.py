@@ -223,6 +223,16 @@ FLAGS = [
     Case("gpus_on_which_no_model_is_known", ON_GPUS, at=("policy",), args=("--plan", "--on", "h200:2")),
     Case("an_assumption_about_no_gpus", args=("--plan", "--assume", "mean=400")),
     Case("assumptions_that_are_none", args=("--plan", "--on", "h200", "--assume", "mean=0", "--assume", "rows=3")),
+    Case(
+        "flags_of_a_run_and_its_graph",
+        {"train": "Train(policy, on=learner, lr=-1)"},
+        args=(
+            *("--check", "--run-dir", "graph.py", "--mirror", "nowhere://runs"),
+            *(word for flag in ("--tensorboard", "--wandb", "--mlflow") for word in (flag, "https://me:secret@here")),
+        ),
+    ),
+    Case("run_dir_that_no_check_can_make", args=("--check", "--run-dir", "/proc/run")),
+    Case("run_dir_that_no_plan_can_make", args=("--plan", "--run-dir", "graph.py/run")),
     Case("unknown_flag", define=FLAGGED, args=("--stepz", "3")),
     Case("unknown_flag_like_no_other", define=FLAGGED, args=("--quantize=4",)),
     Case("value_is_missing", define=FLAGGED, args=("--steps",)),

@@ -115,6 +115,7 @@ OUTSIDE = {"../../run.json": {"size_bytes": 1, "sha256": "0" * 64}}
 CHOSEN = ("--run-dir", "run", "--resume", "2")
 CASES = [
     resume("run_dir_holds_a_run", nothing, "--run-dir", "run", code=2),
+    resume("run_dir_of_a_check_holds_a_run", nothing, "--run-dir", "run", "--check", code=2),
     resume("run_dir_is_being_written", _locked, code=2),
     resume("run_dir_is_a_file", nothing, "--run-dir", "graph.py", code=2),
     resume("resume_without_a_run_dir", nothing, "--resume", code=2),
