@@ -27,6 +27,7 @@ from pipeline.analysis.idle import Idle
 from pipeline.analysis.report import summary
 from pipeline.cli import console
 from pipeline.cli.command import Parser, exit_code, whole
+from pipeline.cli.listing import example
 from pipeline.errors import GraphError, Problem
 from pipeline.precedence import typed
 from pipeline.record import trace
@@ -92,7 +93,7 @@ def _check(options: argparse.Namespace) -> None:
                 where="command line",
                 what="no run is named",
                 why="the analysis reads the record of a run directory",
-                fix=" ".join([*typed("pipeline.analyse"), "runs/quickstart-..."]),
+                fix=" ".join([*typed("pipeline.analyse"), example()]),
             )
         )
     if options.step is not None and options.compare:

@@ -14,7 +14,7 @@ import sys
 import sysconfig
 import threading
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -271,6 +271,26 @@ class GraphError(SluiceError):
     """The graph, or a flag or file that it names, is wrong. Raised before anything is started."""
 
     exit_code = 2
+
+
+def refusals(check: Callable[[], object]) -> tuple[Problem, ...]:
+    """Return the problems with which a check raises GraphError; none if it passes."""
+    try:
+        check()
+    except GraphError as error:
+        return error.problems
+    return ()
+
+
+@contextmanager
+def together_with(problems: Sequence[Problem]) -> Iterator[None]:
+    """Raise GraphError with these problems and those of the block, which come first, if there are any."""
+    try:
+        yield
+    except GraphError as error:
+        raise type(error)(*error.problems, *problems) from error
+    if problems:
+        raise GraphError(*problems)
 
 
 class StageError(SluiceError):

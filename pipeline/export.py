@@ -6,8 +6,9 @@ critical path, the driver, and counters of groups present, version and staleness
 path.csv and gaps.csv. --samples writes the kept samples as a TensorDict, for torch.load. --model writes the trained
 model as a Hugging Face folder, from the newest complete checkpoint or that of --step; an adapter as a folder of PEFT,
 or, with --merge, added to the model in the folder BASE. RUN may be live, finished, failed or killed. All starts of a
-resumed run are exported; the critical path and the gaps are those of the last. Exit codes: 0 done; 2 RUN, a flag or a
-file is wrong; 6 a checkpoint is damaged.
+resumed run are exported; the critical path and the gaps are those of the last. An export never overwrites anything: a
+file that is there is refused before any is written; a device, such as /dev/stdout, is written to. Exit codes: 0 done;
+2 RUN, a flag or a file is wrong; 6 a checkpoint is damaged.
 
     python -m pipeline.export runs/quickstart-... --html run.html
     python -m pipeline.export runs/quickstart-... --perfetto trace.json --csv tables
@@ -23,6 +24,7 @@ Functions do the same; those that yield text read the record incrementally:
 
 from __future__ import annotations
 
+import argparse
 import io
 import sys
 from collections.abc import Iterator, Sequence
@@ -30,8 +32,9 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from pipeline.analysis.perfetto import perfetto
-from pipeline.analysis.tables import metrics_csv, spans_csv, tables
+from pipeline.analysis.tables import TABLES, metrics_csv, spans_csv, tables
 from pipeline.cli.command import Parser, exit_code, natural
+from pipeline.cli.listing import example
 from pipeline.cli.model_folder import export_model
 from pipeline.data_plane.kept import kept_samples
 from pipeline.errors import GraphError, Problem
@@ -65,12 +68,12 @@ def _main(argv: list[str]) -> int:
                 where="command line",
                 what="no run is named" if options.run is None else "no format is named",
                 why="a run is exported as a page, as a Perfetto trace, as tables, as its samples, or as its model",
-                fix=" ".join([*typed("pipeline.export"), "runs/quickstart-... --html run.html"]),
+                fix=" ".join([*typed("pipeline.export"), example(options.run), "--html run.html"]),
             )
         )
     run = Path(options.run)
-    for file in (options.html, options.perfetto, options.samples):
-        _check_apart(run, file)
+    if problems := tuple(_taken(options)):
+        raise GraphError(*problems)
     with consistent(run):
         if options.html:
             _write(Path(options.html), map(str.encode, offline(run)), f"--html {options.html}")
@@ -86,17 +89,20 @@ def _main(argv: list[str]) -> int:
     return 0
 
 
-def _check_apart(run: Path, file: str | None) -> None:
-    """Raise GraphError if the file is one of the run's own."""
-    if file and Path(file).exists() and run.resolve() in Path(file).resolve().parents:
-        raise GraphError(
-            Problem(
-                where=file,
-                what="it is a file of the run",
-                why="an export replaces its file, and the run's record is read from these",
+def _taken(options: argparse.Namespace) -> Iterator[Problem]:
+    """Yield a problem for every file that the export would overwrite: one that is there, or that another flag names."""
+    files = [(f"--{name}", Path(file)) for name in ("html", "perfetto", "samples") if (file := getattr(options, name))]
+    files += [("--csv", Path(options.csv) / name) for name in TABLES] if options.csv else []
+    named: dict[Path, str] = {}
+    for flag, file in files:
+        other = named.setdefault(file.resolve(), flag)
+        if file.is_file() or (other != flag and not file.exists()):
+            yield Problem(
+                where=f"{flag} {file.parent if flag == '--csv' else file}",
+                what=f"{file} already exists" if file.is_file() else f"{other} writes that file",
+                why="an export never overwrites anything",
                 fix="use another path",
             )
-        )
 
 
 def _saved(run: Path) -> Iterator[bytes]:
@@ -110,7 +116,7 @@ def _saved(run: Path) -> Iterator[bytes]:
 
 
 def _write(path: Path, pieces: Iterator[bytes], flag: str) -> None:
-    """Write a file, or leave what was there."""
+    """Write a file whole, or none."""
     first = next(pieces)  # raises if there is no such run, before anything is written
     is_device = path.exists() and not path.is_file()
     try:

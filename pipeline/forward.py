@@ -17,13 +17,15 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
 from pipeline.cli.command import Parser, exit_code
 from pipeline.cli.ended import ended_input
-from pipeline.errors import GraphError, Problem
+from pipeline.cli.listing import example
+from pipeline.errors import GraphError, Problem, refusals
 from pipeline.forwarders import SERVICES, Described, Sink, check, errors, failure, opened
 from pipeline.forwarders.step_times import StepTimes
 from pipeline.precedence import typed
@@ -144,7 +146,7 @@ def _main(argv: list[str]) -> int:
                 where="command line",
                 what="no run is named" if options.run is None else "no service is named",
                 why="the metrics of a run are forwarded to a service",
-                fix=" ".join([*typed("pipeline.forward"), "runs/quickstart-... --tensorboard tb"]),
+                fix=" ".join([*typed("pipeline.forward"), example(options.run), "--tensorboard tb"]),
             )
         )
     if options.until_eof:
@@ -175,10 +177,10 @@ def add_services(parser: argparse.ArgumentParser) -> None:
 
 
 def wanted_of(options: argparse.Namespace) -> dict[str, str]:
-    """Return the services that flags name, with their destinations. Raises GraphError if a package is not installed."""
+    """Return the services that flags name, with their destinations. Raises GraphError with each that cannot be used."""
     wanted = {service: where for service in SERVICES if (where := getattr(options, service))}
-    for service, where in wanted.items():
-        check(service, where)
+    if problems := [each for named in wanted.items() for each in refusals(partial(check, *named))]:
+        raise GraphError(*problems)
     return wanted
 
 

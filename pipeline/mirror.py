@@ -27,6 +27,7 @@ import msgspec
 from pipeline.cli.command import Parser, exit_code, natural
 from pipeline.cli.console import print_problems
 from pipeline.cli.ended import ended_input
+from pipeline.cli.listing import example
 from pipeline.cli.recipes import graph_path
 from pipeline.cli.resume import recorded
 from pipeline.errors import GraphError, Problem, SluiceError
@@ -92,7 +93,9 @@ def _main(argv: list[str]) -> int:
                 where="command line",
                 what="--step is given without --fetch" if options.step is not None else "no run or no address is named",
                 why="a run is mirrored to an address, or fetched from one",
-                fix=" ".join([*typed("pipeline.mirror"), "runs/quickstart-... s3://bucket/runs"]),
+                fix=" ".join(
+                    [*typed("pipeline.mirror"), example(options.run), shlex.quote(options.url or "s3://bucket/runs")]
+                ),
             )
         )
     run = RunDir(Path(options.run))

@@ -11,7 +11,7 @@ import argparse
 import shlex
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,17 +26,18 @@ from pipeline.cli.choice import choose, print_choice
 from pipeline.cli.command import Parser, above_0, end, exit_code, graph_named, natural
 from pipeline.cli.episode import replay_episode
 from pipeline.cli.executor_flags import add_executor_flags, executor_problems, executor_words
-from pipeline.cli.flags import add_flags, given_in, spelled
+from pipeline.cli.flags import add_flags, as_flag, fixed_by_flags, given_in, spelled
 from pipeline.cli.foretold import add_assumptions, add_on, assumed_in, foretold, gpus_of, print_memory
 from pipeline.cli.listing import print_list
 from pipeline.cli.load import GraphFile, in_time, load
 from pipeline.cli.orphans import leave_none
 from pipeline.cli.output import outliving
 from pipeline.cli.resume import RunRecord, check_resume, cut_metrics, describe, recorded, resume_step
+from pipeline.cli.run_folder import check_empty, check_new, make, near
 from pipeline.declare.graph import Graph
 from pipeline.declare.interpreter import elsewhere
 from pipeline.engine.termination import Termination
-from pipeline.errors import GraphError, Problem, SluiceError, WorkerLost
+from pipeline.errors import GraphError, Problem, SluiceError, WorkerLost, refusals, together_with
 from pipeline.forks import Original, exit_now, kept
 from pipeline.forward import add_services, wanted_of
 from pipeline.forwarders.beside import beside
@@ -45,12 +46,11 @@ from pipeline.mirrors.remote import check_address, check_apart
 from pipeline.plan.plan import Plan
 from pipeline.plan.planner import plan
 from pipeline.precedence import typed
-from pipeline.reading import is_text, readable
+from pipeline.reading import readable
 from pipeline.record.lock import held
-from pipeline.rundir import RunDir
+from pipeline.rundir import RUNS, RunDir
 from pipeline.writing import exhausted
 
-RUNS = "runs"  # the default folder of runs
 EXIT_CODES = """exit codes: 0 done; 2 the graph, a flag or a file is wrong; 3 a stage failed; 4, 5 the data plane;
 6 a checkpoint; 130 stopped by Ctrl-C (143 SIGTERM, 129 SIGHUP, 131 SIGQUIT), after a step in training was finished and
 saved (a second signal ends the run at once)"""
@@ -73,8 +73,7 @@ class _Asked:
 
     def near(self, path: Path) -> str:
         """Return a path as it may be typed: from the working directory, if it is below that."""
-        text = str(path.relative_to(self.here) if path.is_relative_to(self.here) else path)
-        return f"./{text}" if text.startswith("-") else text
+        return near(path, self.here)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -119,21 +118,19 @@ def _main(argv: list[str]) -> int:
         defaults = {flag.name: flag.default for flag in file.flags}
         values = defaults | (record.args if record else {}) | given
         gpus = gpus_of(options)
-        with elsewhere() if gpus and options.plan else nullcontext():
-            own = {name: value for name, value in values.items() if name in defaults}
-            if gpus and not record:
-                choice = choose(file, own, given, gpus, assumed_in(options))
-                print_choice(choice, gpus, whole=False)
-                own, values = choice.values, values | choice.values
-            graph = file.build(own)
-            planned, warnings = plan(graph, gpus=gpus.count if gpus else options.gpus)
-            made = foretold(graph, planned, gpus, options) if gpus else None
-        console.print_problems(warnings)
-        if problems := tuple(executor_problems(options, graph, file.module)):
-            raise GraphError(*problems)
-    if options.mirror:
-        check_address(options.mirror, flag="--mirror")
-    services = wanted_of(options)
+        with together_with(_flag_problems(options, here)), fixed_by_flags(file.flags, given):
+            with elsewhere() if gpus and options.plan else nullcontext():
+                own = {name: value for name, value in values.items() if name in defaults}
+                if gpus and not record:
+                    choice = choose(file, own, given, gpus, assumed_in(options))
+                    print_choice(choice, gpus, whole=False)
+                    own, values = choice.values, values | choice.values
+                graph = file.build(own)
+                planned, warnings = plan(graph, gpus=gpus.count if gpus else options.gpus)
+                made = foretold(graph, planned, gpus, options) if gpus else None
+            console.print_problems(as_flag(warning, file.flags, given) for warning in warnings)
+            if problems := tuple(executor_problems(options, graph, file.module)):
+                raise GraphError(*problems)
     if options.check:
         print(f"{file.named}: {len(planned.stages)} stages, {len(planned.edges)} edges, no problem found")
         return 0
@@ -144,7 +141,7 @@ def _main(argv: list[str]) -> int:
         return 0
     if options.replay:
         return _replay(graph, Path(options.replay), options.episode, live=options.live)
-    return _run(_Asked(here, argv, options, file, graph, planned, values, record), services, started_s)
+    return _run(_Asked(here, argv, options, file, graph, planned, values, record), wanted_of(options), started_s)
 
 
 def _parser(*, add_help: bool) -> Parser:
@@ -195,6 +192,16 @@ def _parser(*, add_help: bool) -> Parser:
     return parser
 
 
+def _flag_problems(options: argparse.Namespace, here: Path) -> list[Problem]:
+    """Return the problems of the flags that say where a run is recorded, mirrored and forwarded."""
+    checks: list[Callable[[], object]] = [partial(wanted_of, options)]
+    if options.mirror:
+        checks.append(partial(check_address, options.mirror, flag="--mirror"))
+    if options.check or options.plan:  # a run makes the folder, and looks into it once nobody else can
+        checks.append(partial(check_new, options.run_dir, here))
+    return [problem for check in checks for problem in refusals(check)]
+
+
 def _runs_in(folder: str) -> Path:
     """Return the folder of --list. Raises GraphError if it does not exist, unless it is the default."""
     if folder != RUNS and not Path(folder).is_dir():
@@ -227,7 +234,7 @@ def _replay(graph: Graph, folder: Path, episode: str | None, *, live: bool) -> i
 
 
 def _run(asked: _Asked, services: Mapping[str, str], started_s: float) -> int:
-    run_dir = _run_dir(asked)
+    run_dir = make(asked.options.run_dir, asked.planned.name, asked.here)
     if asked.options.mirror:
         check_apart(asked.options.mirror, run_dir.path, flag="--mirror")
     near = asked.near(run_dir.path)
@@ -305,15 +312,7 @@ def _begin(asked: _Asked, run_dir: RunDir) -> int:
         else:
             console.print_problems([_from_the_start(run_dir, run_dir.set_aside())])
         return start
-    if run_dir.events.exists():
-        raise GraphError(
-            Problem(
-                where=f"--run-dir {(near := shlex.quote(asked.near(run_dir.path)))}",
-                what="it already holds a run",
-                why="a run never overwrites another",
-                fix=f"--run-dir {near} --resume, or another folder",
-            )
-        )
+    check_empty(run_dir, asked.here)
     describe(run_dir, asked.file, asked.planned, asked.values, asked.options.executor, asked.argv, seed)
     return 0
 
@@ -377,30 +376,6 @@ def _execute(asked: _Asked, run_dir: RunDir, start: int, progress: console.Progr
             console.print_problems(cut_metrics(run_dir, start))
             print(f"restart from step {start}; restarts left: {left - 1}", file=sys.stderr, flush=True)
     raise AssertionError("the last attempt returns or raises")
-
-
-def _run_dir(asked: _Asked) -> RunDir:
-    named = asked.options.run_dir
-    if not is_text(f"{asked.here}{named}"):
-        raise GraphError(
-            Problem(
-                where=f"--run-dir {named or RUNS}",
-                what="its path is not UTF-8",
-                why="the record of a run names its files",
-                fix="use another folder, or a UTF-8 locale (LC_ALL=C.UTF-8)",
-            )
-        )
-    try:
-        return RunDir(asked.here / named).create() if named else RunDir.new(asked.here / RUNS, asked.planned.name)
-    except OSError as error:
-        raise GraphError(
-            Problem(
-                where=f"--run-dir {named or RUNS}",
-                what=f"the folder cannot be created: {error.strerror}: {asked.near(Path(error.filename or ''))}",
-                why="the run is recorded there",
-                fix="use --run-dir with a writable path",
-            )
-        ) from error
 
 
 def _executor(asked: _Asked, run_dir: RunDir, progress: console.Progress) -> Any:

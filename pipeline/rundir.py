@@ -22,6 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+RUNS = "runs"  # the default folder of runs, in the working directory
 _OWNERS = 0o700  # the mode of a folder that only its owner can enter
 
 
@@ -59,6 +60,23 @@ class RunDir:
         for folder in (self.path, self.path / "samples", self.checkpoints, self.failures, self.logs):
             folder.mkdir(_OWNERS, parents=True, exist_ok=True)
         return self
+
+    def check_creatable(self) -> None:
+        """Raise the OSError of `create`, if it would raise one, and leave no folder behind."""
+        if self.path.is_dir():
+            if not os.access(self.path, os.W_OK | os.X_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(self.path))
+            return
+        missing = [path for path in (self.path, *self.path.parents) if not path.is_dir()]
+        made: list[Path] = []
+        try:
+            for path in reversed(missing):  # only the file system can say whether it makes them: /proc does not
+                path.mkdir(_OWNERS)
+                made.append(path)
+        finally:
+            for path in reversed(made):
+                with suppress(OSError):  # another process has put something in it
+                    path.rmdir()
 
     def set_aside(self) -> Path:
         """Move the record so far to a folder of its own, `before-1` or the next free one, and return that folder."""

@@ -39,6 +39,7 @@ from pipeline.cli.foretold import (
     print_memory,
     unknown_times,
 )
+from pipeline.cli.listing import example
 from pipeline.cli.load import GraphFile, in_time, load
 from pipeline.cli.reports import print_reports
 from pipeline.declare.graph import Graph
@@ -79,7 +80,7 @@ def _main(argv: list[str]) -> int:
                 where="command line",
                 what="no run is named",
                 why="a simulation starts from a run directory or a graph file",
-                fix=" ".join([*typed("pipeline.simulate"), "runs/quickstart-..."]),
+                fix=" ".join([*typed("pipeline.simulate"), example()]),
             )
         )
     with in_time(path):

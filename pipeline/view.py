@@ -22,10 +22,11 @@ from pathlib import Path
 
 from pipeline import precedence
 from pipeline.cli.command import Parser, exit_code, whole
+from pipeline.cli.listing import example
 from pipeline.errors import GraphError, Problem
 from pipeline.forks import closed_in_copies
 from pipeline.precedence import typed
-from pipeline.rundir import RunDir
+from pipeline.rundir import RUNS, RunDir
 from pipeline.web.guard import is_run_name
 
 END_S = 10.0
@@ -39,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _main(argv: list[str]) -> int:
     parser = Parser(prog=" ".join(typed("pipeline.view")), usage="%(prog)s [RUN_OR_FOLDER] [flags]")
     parser.graph_file = "RUN_OR_FOLDER"
-    parser.add_argument("runs", nargs="?", default="runs", help="a run directory, or a folder of them")
+    parser.add_argument("runs", nargs="?", default=RUNS, help="a run directory, or a folder of them")
     parser.add_argument("--port", type=whole, default=0, metavar="N", help="port to listen on; 0 picks a free one")
     parser.add_argument("--no-open", action="store_true", help="do not open a browser")
     parser.add_argument("--while-stdin", action="store_true", help="stop when standard input ends")
@@ -100,7 +101,7 @@ def _folder(path: Path) -> tuple[Path, str]:
                 where=str(path),
                 what="there is no such folder",
                 why="the view shows a run directory, or a folder of them",
-                fix=" ".join([*typed("pipeline.view"), "RUN_OR_FOLDER"]),
+                fix=" ".join([*typed("pipeline.view"), example()]),
             )
         )
     return path, ""

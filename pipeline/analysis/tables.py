@@ -16,6 +16,7 @@ from pipeline.rundir import RunDir
 
 SPANS = ("start", "task", "stage", "step", "attempt", "group", "worker", "start_s", "end_s", "cpu_s", "groups")
 PATH = ("step", "stage", "part", "cause", "field", "task", "group", "worker", "start_s", "end_s")
+TABLES = ("spans.csv", "metrics.csv", "path.csv", "gaps.csv")
 GAPS = ("group", "worker", "cause", "stage", "field", "task", "start_s", "end_s")
 
 
@@ -24,12 +25,8 @@ def tables(run: Path) -> dict[str, Iterator[str]]:
     started. Raises GraphError if `run` is not a run directory."""
     opened = open_run(run)
     found, since = find(opened), Starts.of(run)
-    return {
-        "spans.csv": spans_csv(run),
-        "metrics.csv": metrics_csv(run),
-        "path.csv": _lines(PATH, _path_rows(found, since)),
-        "gaps.csv": _lines(GAPS, _gap_rows(found, since)),
-    }
+    path, gaps = _lines(PATH, _path_rows(found, since)), _lines(GAPS, _gap_rows(found, since))
+    return dict(zip(TABLES, (spans_csv(run), metrics_csv(run), path, gaps), strict=True))
 
 
 def spans_csv(run: Path) -> Iterator[str]:

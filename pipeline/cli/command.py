@@ -11,6 +11,7 @@ import faulthandler
 import io
 import multiprocessing
 import os
+import shlex
 import signal
 import sys
 import threading
@@ -225,6 +226,13 @@ def default_of(action: argparse.Action) -> str:
     return f"{default:g}" if isinstance(default, float) else str(default)
 
 
+def _value_of(action: argparse.Action) -> str:
+    """Return a value that a flag takes, as typed: its default, or the first of its choices; empty if it has neither."""
+    metavar = action.metavar if isinstance(action.metavar, str) else ""
+    first = metavar.strip("{}").partition(",")[0] if metavar.startswith("{") else ""
+    return shlex.quote(value) if (value := default_of(action) or first) else ""
+
+
 class Parser(argparse.ArgumentParser):
     """A parser that raises GraphError. `graph_file` names the command's argument in "see ... --help" messages."""
 
@@ -272,7 +280,8 @@ class Parser(argparse.ArgumentParser):
             what, why = f"it cannot be combined with {other}", "a command does one of the two"
             raise GraphError(Problem(where=flag, what=what, why=why, fix=f"leave out {flag} or {other}"))
         what, _, near = said.partition("; did you mean ")
-        fix = f"{flag} {near.removesuffix('?')}" if near else self._see
+        value = near.removesuffix("?") or _value_of(self._option_string_actions[flag])
+        fix = f"{flag} {value}" if value else self._see
         raise GraphError(Problem(where=flag, what=what, why="--help lists the flags", fix=fix))
 
     @property

@@ -16,18 +16,23 @@ further. Without such a line, it is the comment at the end of the parameter's ow
 
 from __future__ import annotations
 
+import ast
 import functools
 import inspect
 import io
 import re
+import shlex
 import tokenize
 import types
 import typing
-from argparse import SUPPRESS, ArgumentError, ArgumentParser, Namespace
-from collections.abc import Callable, Mapping
+from argparse import SUPPRESS, ArgumentError, ArgumentParser, ArgumentTypeError, Namespace
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from msgspec import structs
 
 from pipeline.cli.command import add_switch, braces, chosen, number, truth, whole
 from pipeline.declare.calls import is_async
@@ -36,6 +41,7 @@ from pipeline.errors import GraphError, Problem
 
 _TYPES = {int: "INT", float: "FLOAT", str: "TEXT", bool: "BOOL"}
 _READS: dict[type, Callable[[str], Any]] = {int: whole, float: number, str: str, bool: truth}
+_ASSIGNED = re.compile(r"""(\w+)=(-?\d[\d.]*(?:e[+-]?\d+)?|'[^']*'|"[^"]*"|True|False|None)(?=[ ,]|$)""")
 _KNOWN_TYPES = "int, float, str, bool, a Literal of one of them, or one of them | None"
 
 
@@ -126,6 +132,33 @@ def spelled(name: str, value: object) -> list[str]:
     if isinstance(value, bool):
         return [f"--{option}" if value else f"--no-{option}"]
     return [f"--{option}", str(value)]
+
+
+def as_flag(problem: Problem, flags: Iterable[Flag], given: Container[str]) -> Problem:
+    """Return a problem whose fix sets a parameter of graph(), such as lr=1e-6, with the flag in its place, if that flag
+    is given."""
+    if not (found := _ASSIGNED.match(problem.fix)):
+        return problem
+    flag = next((flag for flag in flags if flag.name == found[1] and flag.name in given), None)
+    value = ast.literal_eval(found[2])
+    text = found[2] if isinstance(value, int | float) else "none" if value is None else value
+    try:
+        if flag is None or flag.parse(text) != value:
+            return problem
+    except ArgumentTypeError:
+        return problem
+    off = f"--no-{flag.option.removeprefix('--')}"
+    words = (off, flag.option)[value] if isinstance(value, bool) else f"{flag.option} {shlex.quote(text)}"
+    return structs.replace(problem, fix=words + problem.fix[found.end() :])
+
+
+@contextmanager
+def fixed_by_flags(flags: Iterable[Flag], given: Container[str]) -> Iterator[None]:
+    """Raise the GraphError of this block, which builds and checks a graph with flags, with fixes that are flags."""
+    try:
+        yield
+    except GraphError as error:
+        raise type(error)(*(as_flag(problem, flags, given) for problem in error.problems)) from error
 
 
 def flags_of(path: Path, function: Callable[..., Graph]) -> tuple[Flag, ...]:

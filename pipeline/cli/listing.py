@@ -1,13 +1,15 @@
-"""Lists the recipes that come with Sluice and the runs in a folder."""
+"""Lists the recipes that come with Sluice and the runs in a folder, and names a run for an example."""
 
 from __future__ import annotations
 
 import os
+import shlex
 from pathlib import Path
 
 from pipeline.cli import console
 from pipeline.cli.recipes import recipes
 from pipeline.record.runs import list_runs
+from pipeline.rundir import RUNS
 
 
 def print_list(runs: Path) -> None:
@@ -29,6 +31,13 @@ def print_list(runs: Path) -> None:
         steps = f"{run.step}" if run.steps is None else f"{run.step} of {run.steps}"
         table.add_row(_shown(run.path), run.graph, run.state, steps, run.started)
     out.print(table)
+
+
+def example(given: str | None = None, here: Path = Path()) -> str:
+    """Return a run for an example, as typed: the given one, the newest in runs/, or else such a name."""
+    newest = (str(run.path.relative_to(here)) for run in list_runs(here / RUNS))
+    found = given or next(newest, None)
+    return shlex.quote(found) if found else f"{RUNS}/quickstart-..."
 
 
 def _shown(path: Path) -> str:

@@ -143,6 +143,7 @@ def _no_file(path: Path) -> Problem:
     folder = path if path.is_dir() else path.parent
     beside = sorted(str(p) for p in folder.glob("*.py")) if folder.is_dir() else []
     near = [name for name in beside if name == f"{path}.py"]
+    near = near or [name for name in names() if name == path.stem and not path.is_dir()]
     near = near or difflib.get_close_matches(str(path), [*beside, *names()], n=1)
     return Problem(
         where=str(path),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
-import shlex
 import shutil
 import subprocess
 import time
@@ -14,12 +13,12 @@ from typing import Any
 
 import msgspec
 
+from pipeline.cli.listing import example
 from pipeline.cli.load import GraphFile
 from pipeline.errors import GraphError, Problem
 from pipeline.plan.plan import Plan
 from pipeline.precedence import typed
 from pipeline.reading import decode, readable
-from pipeline.record.runs import list_runs
 from pipeline.rundir import RunDir, private
 from pipeline.writing import recording, replace
 
@@ -87,7 +86,7 @@ def recorded(path: str | None, here: Path = Path()) -> RunRecord:
                 where="--resume",
                 what="no run directory is named",
                 why="a run resumes in its own directory",
-                fix=f"--run-dir {shlex.quote(_newest(here))} --resume",
+                fix=f"--run-dir {example(here=here)} --resume",
             )
         )
     record = RunDir(here / path).run_json
@@ -104,11 +103,6 @@ def recorded(path: str | None, here: Path = Path()) -> RunRecord:
         return decode(record.read_bytes(), RunRecord)
 
 
-def _newest(here: Path) -> str:
-    """Return the newest of the runs in runs/, by its path from `here`; RUN if there is none."""
-    return next((str(run.path.relative_to(here)) for run in list_runs(here / "runs")), "RUN")
-
-
 def resume_step(text: str) -> int | None:
     """Parse the STEP of --resume; None is the newest. Raises GraphError if it is not a step."""
     if text == "last":
@@ -118,8 +112,8 @@ def resume_step(text: str) -> int | None:
             Problem(
                 where=f"--resume {text}",
                 what="that is not a step",
-                why="checkpoints are named by step",
-                fix="--resume 100",
+                why="checkpoints are named by step, and --resume alone takes the last",
+                fix="--resume",
             )
         )
     return int(text)

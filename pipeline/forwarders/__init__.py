@@ -20,6 +20,11 @@ from pipeline.writing import refuse_password
 
 SERVICES = ("tensorboard", "wandb", "mlflow")  # each names a module here, a package, a flag and an extra
 
+_KEYS = {
+    "wandb": ", and set WANDB_API_KEY",
+    "mlflow": ", and set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD",
+}
+
 
 class Described(msgspec.Struct, frozen=True, kw_only=True):
     """A run as services see it. `key` is unique among all runs; `flags` are the flags of graph()."""
@@ -45,8 +50,7 @@ class Sink(Protocol):
 
 def check(service: str, where: str) -> None:
     """Raise GraphError if the service's package is not installed, or `where` contains a password."""
-    fix = "remove it, and set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
-    refuse_password(where, flag=f"--{service}", fix=fix)
+    refuse_password(where, flag=f"--{service}", fix=f"remove it{_KEYS.get(service, '')}")
     found = importlib.util.find_spec(service)
     if found is None or found.origin is None:  # a folder of that name is not the package
         raise GraphError(

@@ -208,20 +208,30 @@ class Schema:
         self._not_text(value, column, where)
 
     def _not_text(self, value: object, column: str, where: str) -> NoReturn:
-        example = json.dumps(str(value) if isinstance(value, int | float) else "2")
-        fix = f'write it as a string, such as "{column}": {example}'
+        if value == "":
+            why, fix = "a response continues a prompt", "write a prompt, or remove the row"
+            raise _problem(where, f"column {column!r} is empty", why, fix)
         if isinstance(value, str):
-            reason = "has half of a surrogate pair" if value else "is empty"
-        else:
-            reason = f"is {shown_value(value)}, which is not a string"
-            if column == self.prompt and not isinstance(_messages(value), str):
-                reason = "is a list of messages, not a string"
-                fix = "write Prompts(..., chat=True)"
-            elif value is not None and is_plain(value):
-                fix += f", or Prompts(..., as_text=({column!r},))"
-                if column not in (self.prompt, self.answer) and isinstance(value, int | float):
-                    fix += f", or, as a number, extra=(Field({column!r}, dtype='float32'),)"
-        raise _problem(where, f"column {column!r} {reason}", "prompts, answers and extra columns are strings", fix)
+            why, fix = "a text is valid Unicode", "write both halves of the pair, or remove the one"
+            raise _problem(where, f"column {column!r} has half of a surrogate pair", why, fix)
+        is_number = isinstance(value, int | float)
+        fix = f'write it as a string, such as "{column}": {json.dumps(str(value) if is_number else "2")}'
+        what = f"is {shown_value(value)}, which is not a string"
+        if column == self.prompt and not isinstance(_messages(value), str):
+            what, fix = "is a list of messages, not a string", "write Prompts(..., chat=True)"
+        elif value is not None and is_plain(value):
+            fix += f", or Prompts(..., as_text=({column!r},))"
+            if column not in (self.prompt, self.answer) and is_number:
+                kind, dtype = ("a truth", "bool") if isinstance(value, bool) else ("a number", "float32")
+                fix += f", or, as {kind}, extra=(Field({column!r}, dtype={dtype!r}),)"
+        raise _problem(where, f"column {column!r} {what}", self._wanted(column), fix)
+
+    def _wanted(self, column: str) -> str:
+        """What the values of a column are, where its field is a text."""
+        if any(column == name for name, _ in self.extra):
+            return "an extra column is all strings, all numbers or all truths, and arrays need a Field"
+        is_filled = self.template is not None and column != self.answer
+        return "a template is filled with strings and numbers" if is_filled else "prompts and answers are strings"
 
 
 def missing(where: str, column: str, names: Sequence[str], has: str) -> Problem:

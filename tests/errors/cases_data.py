@@ -91,6 +91,13 @@ VALUES = [
     row("chat_without_messages_in_the_row", '{"prompt": [], "answer": "2"}\n', "chat=True"),
     row("answer_is_null", '{"prompt": "r11>", "answer": null}\n'),
     row("number_as_a_text", ROW.replace("}", ', "level": "3"}'), "extra=Field('level', 'int64')"),
+    row("list_as_an_extra_column", ROW.replace("}", ', "level": ["a", "b"]}'), "extra='level'"),
+    row(
+        "truth_in_a_column_of_strings",
+        "".join(ROW.replace("}", f', "hard": {each}}}') for each in ('"yes"', "true")),
+        "extra='hard'",
+    ),
+    row("list_in_a_template", ROW.replace("}", ', "level": [3]}'), "template='{prompt} ({level})'"),
     row("fraction_for_a_whole_number", ROW.replace("}", ', "level": 2.5}'), "extra=Field('level', 'int64')"),
     row("number_out_of_range", ROW.replace("}", ', "level": 300}'), "extra=Field('level', 'uint8')"),
     row("row_of_another_shape", ROW.replace("}", ', "box": [[0, 1]]}'), "extra=Field('box', 'int64', 'N Q 3')"),

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tests.errors.harness import live_text
-from tests.errors.resumes import ResumeCase, cut, nothing, remove
+from tests.errors.resumes import ResumeCase, cut, in_runs, nothing, remove
 
 
 def reading(name: str, program: str, *args: str, change: Callable[[Path], None] = nothing) -> ResumeCase:
@@ -21,6 +21,7 @@ def _write(name: str, content: str) -> Callable[[Path], None]:
     return change
 
 
+COMMANDS = ("analyse", "simulate", "export", "forward", "mirror")
 CASES = [
     reading("new_nothing", "new"),
     reading("new_over_a_file", "new", "graph"),
@@ -41,10 +42,15 @@ CASES = [
     reading("analyse_step_of_two_runs", "analyse", "run", "--step", "1", "--compare", "run"),
     reading("analyse_with_no_run", "analyse", "run", "--compare", "other"),
     reading("analyse_misspelled", "analyse", "run", "--comparison", "other"),
+    *(reading(f"{program}_nothing_of_a_run_in_runs", program, change=in_runs) for program in COMMANDS),
+    reading("mirror_nowhere", "mirror", "run"),
+    reading("view_of_no_folder", "view", "nodir"),
+    reading("view_of_no_folder_of_a_run_in_runs", "view", "nodir", change=in_runs),
     reading("export_nothing", "export"),
     reading("export_no_format", "export", "run"),
     reading("export_no_run", "export", "elsewhere", "--csv", "tables"),
     reading("export_onto_a_file", "export", "run", "--csv", "graph.py"),
+    reading("export_over_a_file", "export", "run", "--html", "graph.py", "--perfetto", "run/events.jsonl"),
     reading("export_onto_a_folder", "export", "run", "--perfetto", "run"),
     reading("export_misspelled", "export", "run", "--perfeto", "trace.json"),
     reading("forward_nothing", "forward", "--follow"),

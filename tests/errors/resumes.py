@@ -102,7 +102,7 @@ def _locked(folder: Path) -> None:
     _LOCKS.append(lock)
 
 
-def _in_runs(folder: Path) -> None:
+def in_runs(folder: Path) -> None:
     (folder / "runs").mkdir()
     (folder / "run").rename(folder / "runs" / "my run")
 
@@ -115,13 +115,15 @@ OUTSIDE = {"../../run.json": {"size_bytes": 1, "sha256": "0" * 64}}
 CHOSEN = ("--run-dir", "run", "--resume", "2")
 CASES = [
     resume("run_dir_holds_a_run", nothing, "--run-dir", "run", code=2),
+    resume("run_dir_of_a_check_holds_a_run", nothing, "--run-dir", "run", "--check", code=2),
     resume("run_dir_is_being_written", _locked, code=2),
     resume("run_dir_is_a_file", nothing, "--run-dir", "graph.py", code=2),
     resume("resume_without_a_run_dir", nothing, "--resume", code=2),
-    resume("resume_without_a_run_dir_of_a_run_in_runs", _in_runs, "--resume", code=2),
+    resume("resume_without_a_run_dir_of_a_run_in_runs", in_runs, "--resume", code=2),
     resume("run_dir_with_a_space_holds_a_run", _spaced, "--run-dir", "my run", code=2),
     resume("resume_of_no_run", nothing, "--run-dir", "other", "--resume", code=2),
     resume("resume_of_no_step", nothing, "--run-dir", "run", "--resume", "latest", code=2),
+    resume("resume_of_a_step_below_0", nothing, "--run-dir", "run", "--resume", "-1", code=2),
     resume("resume_of_a_missing_step", nothing, "--run-dir", "run", "--resume", "7"),
     resume("resume_before_later_checkpoints", nothing, "--run-dir", "run", "--resume", "1", code=0),
     resume("resume_with_another_seed", nothing, "--run-dir", "run", "--seed", "1", "--resume", code=2),

@@ -53,13 +53,22 @@ def slices(folder: Path) -> list[dict]:
     return [event for event in json.loads("".join(perfetto(folder)))["traceEvents"] if event["ph"] == "X"]
 
 
-@pytest.mark.parametrize("flag", ["--html", "--perfetto", "--samples"])
-def test_a_file_of_the_run_is_not_replaced(run, capsys, flag):
-    events = run / "events.jsonl"
-    before = events.read_bytes()
-    assert export.main([str(run), flag, str(events)]) == 2
-    assert "it is a file of the run" in capsys.readouterr().err
-    assert events.read_bytes() == before
+def test_no_file_is_overwritten_and_none_written_beside_one_that_would_be(run, tmp_path, capsys):
+    files = [tmp_path / name for name in ("data.jsonl", "tables/metrics.csv", "tables/gaps.csv")]
+    (tmp_path / "tables").mkdir()
+    for file in files:
+        file.write_text("mine")
+    events, new, record = run / "events.jsonl", tmp_path / "new.pt", (run / "events.jsonl").read_bytes()
+    asked = ("--html", files[0], "--perfetto", events, "--samples", new, "--csv", tmp_path / "tables")
+    code, out, err = printed(capsys, export, run, *asked)
+    assert (code, out) == (2, "") and re.findall(r"(--\w+) \S+: (\S+) already exists; an export never", err) == [
+        ("--html", str(files[0])), ("--perfetto", str(events)), *(("--csv", str(file)) for file in files[1:]),
+    ]  # fmt: skip
+    assert [file.read_text() for file in files] == ["mine"] * 3 and events.read_bytes() == record
+    assert not new.exists() and len(list((tmp_path / "tables").iterdir())) == 2
+    code, out, err = printed(capsys, export, run, "--html", new, "--perfetto", new)
+    assert code == 2 and f"--perfetto {new}: --html writes that file" in err and not new.exists()
+    assert printed(capsys, export, run, "--html", "/dev/null", "--perfetto", "/dev/null")[0] == 0
 
 
 @pytest.mark.parametrize("which", ["run", "resumed"])
@@ -178,16 +187,11 @@ def test_no_run_no_piece(tmp_path):
         perfetto(tmp_path)
 
 
-def test_an_export_that_fails_leaves_what_was_there(tmp_path, monkeypatch):
+def test_an_export_that_fails_leaves_no_file(tmp_path):
     def pieces():
         yield b"new"
         raise OSError(28, "No space left on device")
 
-    for before in (None, b"old"):
-        file = tmp_path / "trace.json"
-        if before:
-            file.write_bytes(before)
-        with pytest.raises(GraphError, match=r"trace\.json cannot be written: No space left on device"):
-            export._write(file, pieces(), "--perfetto")
-        assert [path.name for path in tmp_path.iterdir()] == (["trace.json"] if before else [])
-        assert not before or file.read_bytes() == before
+    with pytest.raises(GraphError, match=r"trace\.json cannot be written: No space left on device"):
+        export._write(tmp_path / "trace.json", pieces(), "--perfetto")
+    assert not list(tmp_path.iterdir())

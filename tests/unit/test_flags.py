@@ -6,8 +6,9 @@ import pytest
 
 from pipeline import GraphError, analyse, export, forward, run, simulate, view
 from pipeline.cli.command import Parser, default_of, graph_named, number, one_of, whole
-from pipeline.cli.flags import add_flags, spelled
+from pipeline.cli.flags import add_flags, as_flag, spelled
 from pipeline.cli.load import load
+from pipeline.errors import Problem
 
 GRAPH = '''from typing import Literal
 
@@ -46,6 +47,7 @@ def parser_of(tmp_path, text=GRAPH):
     parser.add_argument("--gpus", type=whole, metavar="N")
     parser.add_argument("--folder", metavar="DIR")
     parser.add_argument("--wait", type=number, default=1.5)
+    parser.add_argument("--stale", **one_of("wait", "drop"))
     parser.add_argument("--executor", **one_of("ray", "local"), default="ray")
     add_flags(parser, load(path).flags)
     return parser
@@ -90,6 +92,33 @@ def test_the_words_of_a_value_give_that_value(tmp_path):
     assert given(tmp_path, *words) == values
 
 
+@pytest.mark.parametrize(
+    ("fix", "expected"),
+    [
+        ("lr=1e-6", "--lr 1e-6"),
+        ("max_staleness=2 or 4", "--max-staleness 2 or 4"),
+        ("max_staleness=0, or another schedule", "--max-staleness 0, or another schedule"),
+        ("task='sort'", "--task sort"),
+        ("task='other'", "task='other'"),
+        ("warm=False", "--no-warm"),
+        ("colocated=True", "--colocated"),
+        ("cold=None", "--cold none"),
+        ("lr=None", "lr=None"),
+        ("max_staleness=0.5", "max_staleness=0.5"),
+        ("lr=Schedule(1)", "lr=Schedule(1)"),
+        ("use lr=1e-6", "use lr=1e-6"),
+        ("threads=1", "threads=1"),
+    ],
+)
+def test_a_fix_is_a_flag_if_that_was_given(tmp_path, fix, expected):
+    path = tmp_path / "g.py"
+    path.write_text(GRAPH)
+    flags = load(path).flags
+    problem = Problem(where="here", what="it is wrong", why="it is", fix=fix)
+    assert as_flag(problem, flags, {flag.name for flag in flags} | {"threads"}).fix == expected
+    assert as_flag(problem, flags, {}) == problem
+
+
 def test_each_parameter_has_a_line_of_its_own_and_defaults_are_in_one_column(tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "110")
     shown = parser_of(tmp_path).format_help().partition("parameters of graph():\n")[2].splitlines()
@@ -132,13 +161,15 @@ def test_a_default_is_shown_where_there_is_one(tmp_path):
         ([""], ("command line", "argument graph: its value is empty", SEE)),
         (["g.py", "h.py"], ("command line", "unexpected argument 'h.py'", SEE)),
         (["--task", "srot"], ("--task", "expected one of sort, reverse, got 'srot'", "--task sort")),
-        (["--task", "x"], ("--task", "expected one of sort, reverse, got 'x'", SEE)),
+        (["--task", "x"], ("--task", "expected one of sort, reverse, got 'x'", "--task sort")),
+        (["--stale", "x"], ("--stale", "expected one of wait, drop, got 'x'", "--stale wait")),
+        (["--executor", "foo"], ("--executor", "expected one of ray, local, got 'foo'", "--executor ray")),
         (["--executor", "rai"], ("--executor", "expected one of ray, local, got 'rai'", "--executor ray")),
         (["--max-staleness"], ("--max-staleness", "its value is missing", "--max-staleness INT")),
         (["--gpus", "many"], ("--gpus", "expected a whole number, got 'many'", SEE)),
-        (["--wait", "x"], ("--wait", "expected a number, got 'x'", SEE)),
+        (["--wait", "x"], ("--wait", "expected a number, got 'x'", "--wait 1.5")),
         (["--colocated", "maybe"], ("--colocated", "expected true or false, got 'maybe'",
-                                    SEE)),
+                                    "--colocated off")),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )  # fmt: skip

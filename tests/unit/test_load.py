@@ -285,6 +285,9 @@ def test_a_missing_file_names_one_that_is_near(tmp_path):
         load(tmp_path / "quickstrat.py")
     assert error.value.problems[0].fix == f"did you mean {tmp_path}/quickstart.py?"
     with pytest.raises(GraphError) as error:
+        load(tmp_path / "graphs" / "code.py")
+    assert error.value.problems[0].fix == "did you mean code?"
+    with pytest.raises(GraphError) as error:
         load(Path("/nowhere/zzz.py"))
     assert error.value.problems[0].fix.startswith("choose a recipe: ")
 

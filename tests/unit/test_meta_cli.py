@@ -44,6 +44,13 @@ def help_of(capsys, *argv):
     return capsys.readouterr().out
 
 
+@pytest.mark.parametrize("run_dir", [(), ("--run-dir", "a/b/c"), ("--run-dir", ".")], ids=" ".join)
+@pytest.mark.parametrize("mode", ["--check", "--plan"])
+def test_a_check_leaves_no_folder(live, mode, run_dir):
+    assert command(live, "graph.py", mode, *run_dir)[0] == 0
+    assert [path.name for path in live.iterdir() if path.name != "__pycache__"] == ["graph.py"]
+
+
 def test_help_has_the_docstring_and_the_parameters(live, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
     shown = help_of(capsys, str(live / "graph.py"))

@@ -121,8 +121,8 @@ GOOD = '{"prompt": "a", "answer": "b"}'
         ("{}", "column 'prompt' is missing", "prompt="),
         ('{"prompt": 3, "answer": "b"}', "column 'prompt' is 3, which is not a string", '"prompt": "3"'),
         ('{"prompt": "a", "answer": null}', "column 'answer' is null, which is not a string", '"answer": "2"'),
-        ('{"prompt": "", "answer": "b"}', "column 'prompt' is empty", "as a string"),
-        ('{"prompt": "\\ud800", "answer": "b"}', "column 'prompt' has half of a surrogate pair", "as a string"),
+        ('{"prompt": "", "answer": "b"}', "column 'prompt' is empty", "write a prompt, or remove the row"),
+        ('{"prompt": "\\ud800", "answer": "b"}', "column 'prompt' has half of a surrogate pair", "write both halves"),
         ("[" * 100_000, "this line is not JSON", "write lines such as"),
     ],
 )
