@@ -217,6 +217,13 @@ FLAGS = [
         "\n    decay = schedule",
         args=("--check", "--lr=-1", "--minibatches", "3", "--schedule", "step"),
     ),
+    Case(
+        "fix_of_a_warning_is_a_flag_that_is_given",
+        {"made": 'Graph(name="small", source=source, stages=stages, schedule=Schedule(steps=2, capacity_bytes=room))'},
+        define="def graph(batch: int = 4, capacity_bytes: int = 0) -> Graph:\n    room, steps = capacity_bytes, 2",
+        args=("--check", "--capacity-bytes", "100"),
+        code=0,
+    ),
     Case("choice_expected", define=FLAGGED, args=("--size", "m")),
     Case("gpus_below_0", define=FLAGGED, args=("--check", "--gpus", "-1")),
     Case("gpus_that_were_not_measured", args=("--plan", "--on", "a100:8")),
