@@ -104,7 +104,7 @@ class Server:
         suffix, content_type, make = EXPORTS[kind]
         answer = web.StreamResponse(headers={"Content-Disposition": f'attachment; filename="{path.name}{suffix}"'})
         answer.content_type = content_type
-        pieces = await asyncio.to_thread(make, path)
+        pieces = make(path)
         piece = await asyncio.to_thread(next, pieces, "")  # what cannot be read is mostly found here
         _headed(answer)
         await answer.prepare(request)

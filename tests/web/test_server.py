@@ -10,6 +10,7 @@ import pytest
 from aiohttp.web import HTTPNotFound
 
 from pipeline.web import pages
+from pipeline.web.exports import EXPORTS
 from pipeline.web.server import Server
 from tests.web.folders import run_of
 from tests.web.serving import serving
@@ -74,6 +75,7 @@ def test_nothing_but_get_is_taken(served, route, method):
         ({"Cookie": ""}, 401),
         ({"Cookie": "sluice_{port}=wrong"}, 401),
         ({"Cookie": "sluice_{port}="}, 401),
+        ({"Cookie": "sluice_{port}=\xff\xfe"}, 401),
         ({"Cookie": "sluice_1={token}"}, 401),
     ],
 )
@@ -159,6 +161,22 @@ def test_a_file_that_cannot_be_read_is_named_in_one_line(tmp_path):
                 assert status == 404 or name != ".", route
             path.chmod(mode)
         assert served.ask(ROUTES[3])[0] == 200
+        for name, damage, kinds in DAMAGED:
+            path = tmp_path / "run" / name
+            before = path.read_bytes()
+            path.write_bytes(damage(before))
+            found = {kind: served.ask(f"/api/runs/run/export/{kind}") for kind in EXPORTS}
+            assert {kind for kind, (status, _, body) in found.items() if status == 404 and b"\n" not in body} == kinds
+            assert all(name.encode() in found[kind][2] for kind in kinds), (name, found)
+            path.write_bytes(before)
+
+
+DAMAGED = (  # a file, what happens to it, and the exports that need it whole
+    ("events.jsonl", lambda text: text.replace(b"\n", b"\ngarbage\n", 1), {"html", "perfetto", "spans"}),
+    ("metrics.jsonl", lambda text: text + b"{\n", {"html", "perfetto", "metrics"}),
+    ("metrics.jsonl", lambda text: text + b'{"step":9,"a":1e999}\n', {"html", "perfetto", "metrics"}),
+    ("plan.json", lambda text: text.replace(b'"rollout"', b'"other"'), {"html", "perfetto"}),
+)
 
 
 def test_a_tunnel_may_have_another_port(served):
