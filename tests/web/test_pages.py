@@ -412,6 +412,24 @@ def test_turns_are_folded_and_what_the_policy_did_not_draw_is_grey(opened):
     assert tab.locator(".response .token").count() == 4
 
 
+def test_odd_rows_are_shown_as_far_as_they_go_and_a_page_that_breaks_stops_no_other(opened, served):
+    file = served.folder / "plain" / "samples" / "step_000002.jsonl"
+    row = msgspec.json.decode(file.read_bytes().splitlines()[0])
+    odd = {"turn_ends": "abc", "turn_rewards": 1, "tokens": 3, "reward": "nan", "group": 7, "key": [1], "response": {}}
+    file.write_bytes(b"".join(msgspec.json.encode(row | {name: value}) + b"\n" for name, value in odd.items()))
+    tab = opened("plain", "samples")
+    tab.evaluate("location.hash += '?step=2'")
+    tab.wait_for_function("count => document.querySelectorAll('.response').length === count", arg=len(odd))
+    rewards = tab.locator(".response footer b").all_inner_texts()
+    assert rewards.count("nan") == 1 and len(set(rewards)) == 2
+    tab.route("**/samples?step=2", lambda route: route.fulfill(json={"steps": [2], "step": 2, "rows": [None]}))
+    tab.evaluate("location.hash = '#/plain/samples?step=3'")
+    tab.wait_for_selector("main [role=alert]:has-text('This page cannot be drawn: ')")
+    tab.click("text=Graph")
+    tab.wait_for_selector(".node")
+    assert tab.locator("main [role=alert]").count() == 0
+
+
 def test_a_failed_run_says_what_failed(opened):
     tab = opened("broken")
     assert "train: it broke" in tab.inner_text("[role=alert]")
@@ -499,6 +517,14 @@ def test_a_live_run_is_followed_through_a_reload_to_its_end(browser, tmp_path):
         tab.wait_for_selector(f".status b >> text='{steps}'", timeout=WAIT_MS)
         append(run_dir, events[2 * third :])
         tab.wait_for_selector(".pill.finished", timeout=WAIT_MS)
+        with run_dir.events.open("a") as file:
+            file.write("garbage\n")
+        damaged = "main[aria-busy=false] [role=alert]:has-text('events.jsonl: it cannot be read')"
+        tab.wait_for_selector(damaged, timeout=WAIT_MS)
+        assert tab.locator(".node").count() > 5  # what was read stays
+        tab.reload()
+        tab.wait_for_selector(damaged, timeout=WAIT_MS)
+        assert "Reading" not in tab.inner_text("main") and not tab.locator(".status").count()
         tab.close()
 
 

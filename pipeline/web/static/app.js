@@ -1,6 +1,6 @@
 // Routing, and the header and status of all pages.
 
-import { Copy, Empty, html, number, plural, render, seconds, useEffect, useState } from "./ui.js";
+import { Boundary, Copy, Empty, html, number, plural, render, seconds, useEffect, useState } from "./ui.js";
 import { offline } from "./api.js";
 import { address, link } from "./address.js";
 import { Run } from "./store.js";
@@ -141,6 +141,7 @@ function App() {
   }, [at.run]);
   useEffect(() => { document.title = at.run ? `${at.run} · ${TITLES[at.page]} · Sluice` : "Sluice"; }, [at.run, at.page]);
   const Page = PAGES[at.page];
+  const refused = run && run.name === at.run ? run.refused : "";
   const ready = run && run.name === at.run && run.about && run.now && (!run.now.loading || at.page === "graph"); // the others need all rows
   return html`
     <a class="skip" href="#main" onClick=${(event) => { event.preventDefault(); document.getElementById("main").focus(); }}>Skip to content</a>
@@ -155,10 +156,12 @@ function App() {
       ${at.run && html`<${Tabs} run=${at.run} page=${at.page} />`}
     </header>
     ${ready && html`<${Status} run=${run} />`}
-    <main id="main" tabindex="-1" aria-busy=${!!at.run && !error && !ready} data-complete=${!!ready && !run.now.loading}>
+    <main id="main" tabindex="-1" aria-busy=${!!at.run && !error && !refused && !ready} data-complete=${!!ready && !run.now.loading}>
       ${error ? html`<div class="alert" role="alert">${error}</div>`
         : !at.run ? html`${at.problem && html`<div class="alert soft" role="alert">${at.problem}</div>`}<${Runs} />`
-          : ready ? html`<${Trouble} run=${run} /><${Diverged} run=${run} /><${Page} run=${run} query=${at.query} />` : html`<${Empty}>Reading the record …<//>`}
+          : html`${refused && html`<div class="alert" role="alert">${refused}</div>`}
+            ${ready ? html`<${Trouble} run=${run} /><${Diverged} run=${run} /><${Boundary} at=${location.hash}><${Page} key=${run.name} run=${run} query=${at.query} /><//>`
+              : !refused && html`<${Empty}>Reading the record …<//>`}`}
     </main>`;
 }
 
