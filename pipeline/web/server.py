@@ -29,10 +29,10 @@ TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".s
 
 
 class Server:
-    """Serves the pages of the runs in `folder`, protected by a token."""
+    """Serves the pages of the runs in `folder`, protected by a token. Commands name the folder as it is given."""
 
     def __init__(self, folder: Path, token: str) -> None:
-        self._folder = folder.resolve()
+        self._folder = folder
         self._token = token
         self.port = 0
         self._records: dict[str, _Followed] = {}

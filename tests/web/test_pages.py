@@ -13,6 +13,7 @@ import msgspec
 import pytest
 
 from pipeline.record import trace
+from pipeline.rundir import RunDir
 from tests.unit.records import simulated
 from tests.web.folders import append, episodes_of, run_of, written
 from tests.web.hostile import HOSTILE
@@ -430,11 +431,15 @@ def test_odd_rows_are_shown_as_far_as_they_go_and_a_page_that_breaks_stops_no_ot
     assert tab.locator("main [role=alert]").count() == 0
 
 
-def test_a_failed_run_says_what_failed(opened):
+def test_a_failed_run_says_what_failed(opened, served):
     tab = opened("broken")
     assert "train: it broke" in tab.inner_text("[role=alert]")
     assert tab.locator(".node.failed").count() == 1
-    assert "--run-dir runs/broken --resume" in tab.inner_text("[role=alert]")
+    assert f"--run-dir {served.folder}/broken --resume" in tab.inner_text("[role=alert]")
+    assert "Resume from the start: no checkpoint was written yet" in tab.inner_text("[role=alert]")
+    RunDir(served.folder / "broken").checkpoint(3).mkdir()
+    tab.reload()
+    tab.wait_for_selector("[role=alert] >> text=Resume from step 3", timeout=WAIT_MS)
     tab.click("text=Timeline")
     assert "it broke" in tab.inner_text("section[aria-label='What happened?']")
 

@@ -78,21 +78,22 @@ function Status({ run }) {
 
 const SILENT_S = 60; // seconds without an event after which a live run counts as silent
 
-function resume(run) {
-  const { file = "GRAPH", executor = "ray" } = run.about.described;
-  return `python -m pipeline.run ${file} --executor ${executor} --run-dir runs/${run.name} --resume`;
+function Resume({ run }) {
+  const { checkpoint } = run.now;
+  const from = checkpoint ? ` from step ${checkpoint}` : checkpoint === 0 ? " from the start: no checkpoint was written yet" : "";
+  return html`<p class="small dim">Resume${from}</p><${Copy} text=${run.about.resume} />`;
 }
 
 function Trouble({ run }) {
   if (run.state === "failed" || run.state === "interrupted") {
     return html`<div class="alert" role="alert"><h2>${run.state === "failed" ? "The run failed" : "The run was interrupted"}</h2>
       <p>${run.now.failed}</p>${run.now.problems.map((problem) => html`<p class="mono small" key=${problem}>${problem}</p>`)}
-      <p class="small dim">Resume from the last checkpoint:</p><${Copy} text=${resume(run)} /></div>`;
+      <${Resume} run=${run} /></div>`;
   }
   if (run.state === "killed") {
     return html`<div class="alert" role="alert"><h2>The processes of this run are gone</h2>
       <p>The record stops after ${seconds(run.now.last)} without an end event. It is complete up to there.</p>
-      <p class="small dim">Resume from the last checkpoint:</p><${Copy} text=${resume(run)} /></div>`;
+      <${Resume} run=${run} /></div>`;
   }
   const silent = run.clock - run.now.last;
   if (run.live && silent > SILENT_S) {

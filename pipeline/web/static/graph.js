@@ -7,7 +7,7 @@ import { SAYS } from "./episodes.js";
 import { drawn } from "./layout.js";
 import { keyOf } from "./lanes.js";
 
-const ICONS = { running: "▶", waiting: "◷", ready: "◔", idle: "○", done: "✓", failed: "✕" };
+const ICONS = { running: "▶", waiting: "◷", ready: "◔", idle: "○", done: "✓", failed: "✕", stopped: "■" };
 const LAST = 5; // number of tasks that a stage lists
 
 export function Graph({ run, query }) {
