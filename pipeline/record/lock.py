@@ -45,7 +45,7 @@ def is_alive(pid: int) -> bool:
 
 
 def holder_lives(run_dir: RunDir) -> bool | None:
-    """Return whether the last holder of the lock is a living process; None if that cannot be told from here: it was on
+    """Return whether the last holder of the lock is a living process; None if that cannot be known from here: it was on
     another machine, or is not known."""
     try:
         holder = None if run_dir.lock.is_symlink() else decode(run_dir.lock.read_bytes(), Holder)

@@ -219,7 +219,7 @@ class _Followed:
             try:
                 while block := await asyncio.to_thread(record.advance):
                     self._send((block.offset, _rows(block)))
-            except SluiceError:  # the record is damaged from here on: a page that comes back is told
+            except SluiceError:  # the record is damaged from here on: a page that comes back gets the reason
                 self._record = None
                 self._send((None, b""))
                 return

@@ -1,6 +1,6 @@
 // Routing, and the header and status of all pages.
 
-import { Boundary, Copy, Empty, html, number, plural, render, seconds, useEffect, useState } from "./ui.js";
+import { Boundary, Copy, Empty, html, number, plural, render, seconds, useClosing, useEffect, useState } from "./ui.js";
 import { offline } from "./api.js";
 import { address, link } from "./address.js";
 import { Run } from "./store.js";
@@ -51,8 +51,8 @@ function Export({ run }) {
     ["spans", "Spans, CSV"],
     ["metrics", "Metrics, CSV"],
   ];
-  const close = (event) => event.key === "Escape" && setOpen(false);
-  return html`<div class="menu" onKeyDown=${close}>
+  const menu = useClosing(open, () => setOpen(false));
+  return html`<div class="menu" ref=${menu}>
     <button class="button" aria-expanded=${open} onClick=${() => setOpen(!open)}>Export</button>
     ${open && html`<ul>${kinds.map(([kind, text]) => html`<li key=${kind}>
       <a href=${`${of}/${kind}`} download onClick=${() => setOpen(false)}>${text}</a></li>`)}</ul>`}
@@ -158,8 +158,9 @@ function App() {
     </header>
     ${ready && html`<${Status} run=${run} />`}
     <main id="main" tabindex="-1" aria-busy=${!!at.run && !error && !refused && !ready} data-complete=${!!ready && !run.now.loading}>
+      ${at.problem && html`<div class="alert soft" role="alert">${at.problem}</div>`}
       ${error ? html`<div class="alert" role="alert">${error}</div>`
-        : !at.run ? html`${at.problem && html`<div class="alert soft" role="alert">${at.problem}</div>`}<${Runs} />`
+        : !at.run ? html`<${Runs} />`
           : html`${refused && html`<div class="alert" role="alert">${refused}</div>`}
             ${ready ? html`<${Trouble} run=${run} /><${Diverged} run=${run} /><${Boundary} at=${location.hash}><${Page} key=${run.name} run=${run} query=${at.query} /><//>`
               : !refused && html`<${Empty}>Reading the record …<//>`}`}

@@ -76,6 +76,21 @@ export function Copy({ text }) {
     <button class="button quiet icon small" onClick=${copy} aria-label=${`Copy: ${text}`}>${done ? "Copied" : "Copy"}</button></div>`;
 }
 
+// Calls close() at Esc and at a click outside the element of the returned ref, while `open`. `keeps` selects what else
+// may be clicked.
+export function useClosing(open, close, keeps = "") {
+  const inside = useRef(null);
+  useEffect(() => {
+    if (!open) return undefined;
+    const press = (event) => event.key === "Escape" && close();
+    const point = (event) => inside.current && !inside.current.contains(event.target) && !(keeps && event.target.closest(keeps)) && close();
+    document.addEventListener("keydown", press);
+    document.addEventListener("pointerdown", point);
+    return () => { document.removeEventListener("keydown", press); document.removeEventListener("pointerdown", point); };
+  });
+  return inside;
+}
+
 // The result of `load` as {value, error}, loaded again whenever `when` changes.
 export function useLoaded(load, when) {
   const [state, setState] = useState({});
