@@ -294,9 +294,13 @@ def test_a_node_opens_its_parts_and_they_lead_to_other_pages_and_back(opened, se
     assert tab.url.endswith("#/plain/timeline?step=6&find=00000005_g000")
     assert re.match(r"[1-9]\d* tasks; Enter", tab.inner_text("#seek ~ [role=status]"))
     ran = [event for _, event in trace.read(served.folder / "plain" / "events.jsonl") if isinstance(event, trace.Ran)]
-    here = [event for event in ran if event.step == 5 and 5 in event.groups]
+    group = next(event.groups[0] for event in ran if event.step == 5)
+    here = [event for event in ran if event.step == 5 and group in event.groups]
     each = (max(event.end_s for event in here) - min(event.start_s for event in here)) / 10
     matched = [min(event.start_s for event in here) - each, max(event.end_s for event in here) + each]
+    tab.evaluate("group => { location.hash = `#/plain/timeline?step=6&find=${group}` }", group)
+    tab.reload()
+    tab.wait_for_selector("canvas", timeout=WAIT_MS)
     assert view_of(tab) == pytest.approx(matched, abs=0.02)
 
 

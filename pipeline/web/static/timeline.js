@@ -34,7 +34,8 @@ function named(run, query) {
   return Number.isFinite(from) && Number.isFinite(to) && from < to ? bounded([from, to], run.clock) : null;
 }
 
-// Where the timeline starts: at the view, the span, what is searched for, or the step of the address, or the last steps.
+// Where the timeline starts: at the view, the span, the step, or what is searched for (in that step) of the address, or at
+// the last steps.
 function first(run, query, made) {
   const wanted = finder(query.find || "", run.about.plan);
   const inStep = wanted && query.step && !query.span ? made.order.filter((one) => one[3] === query.step - 1 && wanted(one)) : [];
@@ -43,8 +44,8 @@ function first(run, query, made) {
     const [start, end] = [inStep[0][5], inStep.reduce((last, one) => Math.max(last, one[6]), 0)];
     return bounded([start - 0.1 * (end - start), end + 0.1 * (end - start)], run.clock);
   }
-  const span = query.span ? made.order.find((one) => keyOf(one) === query.span) : wanted && made.order.findLast(wanted);
   const at = run.steps.findIndex((row) => row[0] === query.step - 1);
+  const span = query.span ? made.order.find((one) => keyOf(one) === query.span) : at < 0 && wanted && made.order.findLast(wanted);
   if (!span && at < 0) return latest(run);
   const [start, end] = span ? [span[5], span[6]] : [at ? run.steps[at - 1][1] : 0, run.steps[at][1]];
   const [from, to] = latest(run);

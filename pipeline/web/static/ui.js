@@ -1,6 +1,6 @@
 // Shared by all pages: number formats, stage colors, small components.
 
-import { html, useErrorBoundary, useEffect, useRef, useState } from "./vendor/preact-htm.js";
+import { html, useErrorBoundary, useEffect, useLayoutEffect, useRef, useState } from "./vendor/preact-htm.js";
 
 export { html, render, useState, useEffect, useRef, useMemo, useLayoutEffect } from "./vendor/preact-htm.js";
 
@@ -80,7 +80,7 @@ export function Copy({ text }) {
 // may be clicked.
 export function useClosing(open, close, keeps = "") {
   const inside = useRef(null);
-  useEffect(() => {
+  useLayoutEffect(() => { // before the next key or click
     if (!open) return undefined;
     const press = (event) => event.key === "Escape" && close();
     const point = (event) => inside.current && !inside.current.contains(event.target) && !(keeps && event.target.closest(keeps)) && close();
