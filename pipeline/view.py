@@ -82,9 +82,12 @@ def beside(run: Path) -> Iterator[None]:
 
 
 def _folder(path: Path) -> tuple[Path, str]:
-    """Return the folder of runs, and the run to show first, if any. Raises GraphError if there is no folder."""
+    """Return the folder of runs as a command may name it, and the run to show first, if any. Raises GraphError if there
+    is no folder."""
+    if path.is_absolute() and path.is_relative_to(Path.cwd()):
+        path = path.relative_to(Path.cwd())
     if RunDir(path).run_json.is_file() or RunDir(path).plan.is_file():
-        path = path.resolve()
+        given, path = path, path.resolve()
         if not is_run_name(path.name):
             raise GraphError(
                 Problem(
@@ -94,7 +97,8 @@ def _folder(path: Path) -> tuple[Path, str]:
                     fix="rename the folder",
                 )
             )
-        return path.parent, path.name
+        is_its_place = given.name == path.name and given.parent.resolve() == path.parent  # else a link, or `.`
+        return (given if is_its_place else path).parent, path.name
     if not path.is_dir():
         raise GraphError(
             Problem(

@@ -11,7 +11,7 @@ from typing import Any
 from pipeline.analysis.findings import Findings, find
 from pipeline.analysis.perfetto import Starts
 from pipeline.record import trace
-from pipeline.record.runs import open_run, read_metrics
+from pipeline.record.runs import of_a_run, open_run, read_metrics
 from pipeline.rundir import RunDir
 
 SPANS = ("start", "task", "stage", "step", "attempt", "group", "worker", "start_s", "end_s", "cpu_s", "groups")
@@ -31,15 +31,17 @@ def tables(run: Path) -> dict[str, Iterator[str]]:
 
 def spans_csv(run: Path) -> Iterator[str]:
     """Yield one line per task and worker; `start` counts earlier starts of the run, `cpu_s` is CPU seconds, `groups` a
-    count."""
-    return _lines(SPANS, _span_rows(run))
+    count. Raises GraphError if the record is damaged."""
+    with of_a_run(RunDir(run).events):
+        yield from _lines(SPANS, _span_rows(run))
 
 
 def metrics_csv(run: Path) -> Iterator[str]:
-    """Yield the lines of metrics.jsonl, with one column per metric name."""
+    """Yield the lines of metrics.jsonl, with one column per metric name. Raises GraphError if it is damaged."""
     file = RunDir(run).metrics
-    names = list(dict.fromkeys(name for line in read_metrics(file) for name in line))
-    return _lines(names, ([line.get(name, "") for name in names] for line in read_metrics(file)))
+    with of_a_run(file):
+        names = list(dict.fromkeys(name for line in read_metrics(file) for name in line))
+        yield from _lines(names, ([line.get(name, "") for name in names] for line in read_metrics(file)))
 
 
 def _span_rows(run: Path) -> Iterator[Sequence[Any]]:

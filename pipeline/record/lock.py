@@ -33,6 +33,27 @@ class Holder(msgspec.Struct):
     host: str
 
 
+def is_alive(pid: int) -> bool:
+    """Return whether a process of this machine has that id."""
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def holder_lives(run_dir: RunDir) -> bool | None:
+    """Return whether the last holder of the lock is a living process; None if that cannot be known from here: it was on
+    another machine, or is not known."""
+    try:
+        holder = None if run_dir.lock.is_symlink() else decode(run_dir.lock.read_bytes(), Holder)
+    except (OSError, msgspec.DecodeError):
+        return None
+    return is_alive(holder.pid) if holder and holder.pid > 0 and holder.host == socket.gethostname() else None
+
+
 @contextmanager
 def held(run_dir: RunDir, *, where: str) -> Iterator[Problem | None]:
     """Hold the lock of a run directory within the context.

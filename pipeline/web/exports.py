@@ -7,6 +7,7 @@ from pathlib import Path
 
 from pipeline.analysis.perfetto import perfetto
 from pipeline.analysis.tables import metrics_csv, spans_csv
+from pipeline.record.runs import consistent
 
 
 def _offline(path: Path) -> Iterator[str]:
@@ -15,9 +16,19 @@ def _offline(path: Path) -> Iterator[str]:
     return offline(path)
 
 
+def _of(make: Callable[[Path], Iterator[str]]) -> Callable[[Path], Iterator[str]]:
+    """Make the download raise GraphError, whatever is wrong with the run."""
+
+    def pieces(path: Path) -> Iterator[str]:
+        with consistent(path):
+            yield from make(path)
+
+    return pieces
+
+
 EXPORTS: dict[str, tuple[str, str, Callable[[Path], Iterator[str]]]] = {
-    "html": (".html", "text/html", _offline),
-    "perfetto": (".perfetto.json", "application/json", perfetto),
-    "spans": (".spans.csv", "text/csv", spans_csv),
-    "metrics": (".metrics.csv", "text/csv", metrics_csv),
+    "html": (".html", "text/html", _of(_offline)),
+    "perfetto": (".perfetto.json", "application/json", _of(perfetto)),
+    "spans": (".spans.csv", "text/csv", _of(spans_csv)),
+    "metrics": (".metrics.csv", "text/csv", _of(metrics_csv)),
 }

@@ -43,7 +43,7 @@ def refusal(method: str, headers: Mapping[str, str], port: int) -> tuple[int, st
 
 def knows(token: str, given: str | None) -> bool:
     """Return whether the given text is the token."""
-    return given is not None and hmac.compare_digest(token.encode(), given.encode())
+    return given is not None and hmac.compare_digest(token.encode(), given.encode(errors="replace"))
 
 
 def whole(text: str) -> int | None:

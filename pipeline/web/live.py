@@ -19,6 +19,7 @@ from pipeline.plan.plan import Plan, PlannedStage
 from pipeline.record import trace
 
 RUNNING, WAITING, READY, IDLE, DONE, FAILED = "running", "waiting", "ready", "idle", "done", "failed"
+STOPPED = "stopped"
 DOES = {  # what open episodes do, by the part of their time
     ENVIRONMENT: "wait for their environment",
     PROCESS: "wait for a process of their environment",
@@ -78,6 +79,17 @@ class Picture(msgspec.Struct, frozen=True, kw_only=True):
     depth: dict[str, int]
     tasks: tuple[TaskNow, ...]
     actors: tuple[ActorNow, ...]
+
+
+def stopped(picture: Picture) -> Picture:
+    """Return the state of a run whose processes are gone: none of its stages runs or waits."""
+    stages = {
+        name: msgspec.structs.replace(stage, state=STOPPED, why=f"stopped: {stage.why}", running=0)
+        if stage.state in (RUNNING, WAITING, READY)
+        else stage
+        for name, stage in picture.stages.items()
+    }
+    return msgspec.structs.replace(picture, stages=stages, tasks=())
 
 
 def in_flight_since(plan: Plan, events: Iterable[tuple[int, trace.TraceEvent]]) -> int:

@@ -32,7 +32,7 @@ IMPORT = re.compile(r'(from|import) "\./([\w./-]+)"')
 def offline(path: Path) -> Iterator[str]:
     """Yield the file in pieces. Raises GraphError if `path` is not a run directory."""
     run_directory(path)
-    answers = _json(_answers(path))
+    answers, record = _json(_answers(path)), Record.read(path)  # a damaged run fails before the first piece
     index = (STATIC / "index.html").read_text()
     head, _, _ = index.partition("<link rel=")
     policy = f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n    '
@@ -44,7 +44,7 @@ def offline(path: Path) -> Iterator[str]:
     yield f"<script>{(STATIC / 'vendor/uplot.js').read_text()}</script>\n"
     yield f'<script type="importmap">{_json({"imports": _modules()})}</script>\n'
     yield '</head><body><div id="app"></div>\n<script type="text/plain" id="packed">'
-    yield from _packed((f'{{"run":{_json(path.name)},"answers":{answers},"events":[', *_events(path), "]}"))
+    yield from _packed((f'{{"run":{_json(path.name)},"answers":{answers},"events":[', *_events(record), "]}"))
     yield f'</script>\n<script type="module">{OPENING}</script></body></html>\n'
 
 
@@ -71,8 +71,7 @@ def _answers(path: Path) -> dict[str, Any]:
     return answers
 
 
-def _events(path: Path) -> Iterator[str]:
-    record = Record.read(path)
+def _events(record: Record) -> Iterator[str]:
     offset = 0
     while block := record.block(offset):
         offset = block.offset

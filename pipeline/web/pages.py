@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -16,8 +18,20 @@ from pipeline.analysis.findings import Findings, find
 from pipeline.analysis.perfetto import Starts
 from pipeline.analysis.report import summary
 from pipeline.errors import GraphError
+from pipeline.precedence import typed
 from pipeline.record import trace
-from pipeline.record.runs import consistent, list_runs, of_a_run, open_plan, open_run, read_metrics, run_json
+from pipeline.record.lock import holder_lives
+from pipeline.record.runs import (
+    UNFINISHED,
+    RunSummary,
+    consistent,
+    list_runs,
+    of_a_run,
+    open_plan,
+    open_run,
+    read_metrics,
+    run_json,
+)  # fmt: skip
 from pipeline.rundir import RunDir
 from pipeline.simulation.hints import hints
 from pipeline.simulation.recording import recording_of
@@ -30,19 +44,21 @@ PATHS = 200  # number of steps, the last ones, whose critical path is shown
 FRESH_S = 10.0  # findings of a live run are reused for this long,
 IDLE = 20  # or for this multiple of the time they took to compute
 RECENT_BYTES = 16 << 20  # the end of the record that findings use: about 50,000 events
+HIDDEN = "(hidden)"
 SECRET = ("token", "key", "secret", "password")
 RUNS = 500
 READ = ("run.json", "plan.json", "events.jsonl", "metrics.jsonl", "data_plane.json", "samples")  # of a run, by the view
 
 
 def runs(folder: Path) -> list[dict[str, Any]]:
-    """Return the available runs, newest first."""
+    """Return the available runs, newest first. The state of one without an end is "running" or "killed" if its process
+    can be asked, else "unfinished"."""
     return [
         {
             "name": run.path.name,
             "graph": run.graph,
             "started": run.started,
-            "state": run.state,
+            "state": _state(run),
             "step": run.step,
             "steps": run.steps,
         }
@@ -51,17 +67,34 @@ def runs(folder: Path) -> list[dict[str, Any]]:
     ]
 
 
+def _state(run: RunSummary) -> str:
+    lives = holder_lives(RunDir(run.path)) if run.state == UNFINISHED else None
+    return run.state if lives is None else "running" if lives else "killed"
+
+
 def about(path: Path, query: Query) -> dict[str, Any]:
     """Return static facts: the plan, the run's command, the meaning of its metrics."""
     plan = open_plan(path)
+    described = run_json(path)
     return {
         "name": path.name,
         "plan": plan,
-        "described": _hidden(run_json(path)),
+        "described": _hidden(described),
+        "resume": _resume(path, described),
         "sections": SECTIONS,
         "words": {name: words(name) for name in _metric_names(path)},
         "wall": _wall(path),
     }
+
+
+def _resume(path: Path, described: Mapping[str, Any]) -> str:
+    """Return the command that resumes a run."""
+    file, executor = (str(described.get(name, other)) for name, other in (("file", "GRAPH"), ("executor", "ray")))
+    return shlex.join([*typed("pipeline.run"), file, "--executor", executor, "--run-dir", _typed(path), "--resume"])
+
+
+def _typed(path: Path) -> str:
+    return f"./{path}" if str(path).startswith("-") else str(path)
 
 
 def _wall(path: Path) -> float:
@@ -80,12 +113,28 @@ def _metric_names(path: Path) -> list[str]:
 
 
 def _hidden(value: Any, name: str = "") -> Any:
-    """Hide values whose name marks them as secret."""
+    """Hide values whose name marks them as secret, also in a command line."""
     if isinstance(value, dict):
         return {key: _hidden(item, key) for key, item in value.items()}
-    if any(part in name.lower().split("_") for part in SECRET) and isinstance(value, str) and value:
-        return "(hidden)"
-    return value
+    if isinstance(value, list):
+        return [*_words([_hidden(item, name) for item in value])]
+    return HIDDEN if _is_secret(name) and isinstance(value, str) and value else value
+
+
+def _is_secret(name: str) -> bool:
+    return any(part in re.split("[-_.]", name.lower()) for part in SECRET)
+
+
+def _words(words: list[Any]) -> Iterator[Any]:
+    """Yield the words of a command line without secrets: `--api-key=...`, and what follows `--api-key`."""
+    before = ""
+    for word in words:
+        name, equals, value = word.partition("=") if isinstance(word, str) else ("", "", "")
+        if equals and value and _is_secret(name):
+            yield f"{name}={HIDDEN}"
+        else:
+            yield HIDDEN if before.startswith("--") and _is_secret(before) and not name.startswith("--") else word
+        before = "" if equals else name
 
 
 def findings(path: Path, query: Query) -> dict[str, Any]:
@@ -130,7 +179,7 @@ def advice(path: Path, query: Query) -> dict[str, Any]:
 def _advice(path: Path) -> dict[str, Any]:
     run = open_run(path, recent_bytes=RECENT_BYTES)
     try:
-        made = hints(recording_of(run), Path("runs") / path.name)
+        made = hints(recording_of(run), Path(_typed(path)))
     except GraphError as error:
         return {"hints": [], "notes": [problem.what for problem in error.problems]}
     return msgspec.to_builtins(made)
@@ -164,7 +213,9 @@ def comparison(path: Path, query: Query) -> dict[str, Any]:
     """Compare this run with another one."""
     if "other" not in query:
         return {}
-    return msgspec.to_builtins(compare(open_run(path), open_run(path.parent / query["other"])), str_keys=True)
+    opened = [open_run(each) for each in (path, path.parent / query["other"])]
+    shown = [msgspec.structs.replace(run, described=_hidden(run.described)) for run in opened]
+    return msgspec.to_builtins(compare(*shown), str_keys=True)
 
 
 class _Kept:

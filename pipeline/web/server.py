@@ -29,10 +29,10 @@ TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".s
 
 
 class Server:
-    """Serves the pages of the runs in `folder`, protected by a token."""
+    """Serves the pages of the runs in `folder`, protected by a token. Commands name the folder as it is given."""
 
     def __init__(self, folder: Path, token: str) -> None:
-        self._folder = folder.resolve()
+        self._folder = folder
         self._token = token
         self.port = 0
         self._records: dict[str, _Followed] = {}
@@ -104,7 +104,7 @@ class Server:
         suffix, content_type, make = EXPORTS[kind]
         answer = web.StreamResponse(headers={"Content-Disposition": f'attachment; filename="{path.name}{suffix}"'})
         answer.content_type = content_type
-        pieces = await asyncio.to_thread(make, path)
+        pieces = make(path)
         piece = await asyncio.to_thread(next, pieces, "")  # what cannot be read is mostly found here
         _headed(answer)
         await answer.prepare(request)
@@ -219,7 +219,8 @@ class _Followed:
             try:
                 while block := await asyncio.to_thread(record.advance):
                     self._send((block.offset, _rows(block)))
-            except SluiceError:  # the record is damaged from here on
+            except SluiceError:  # the record is damaged from here on: a page that comes back gets the reason
+                self._record = None
                 self._send((None, b""))
                 return
             now = record.now()

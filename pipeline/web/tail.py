@@ -10,10 +10,10 @@ starts, what was counted up to each block, and where the rows of long ago are.
 
 from __future__ import annotations
 
-import os
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any, get_args
@@ -22,9 +22,10 @@ import msgspec
 
 from pipeline.analysis.perfetto import Starts
 from pipeline.record import trace
+from pipeline.record.lock import is_alive
 from pipeline.record.runs import consistent, of_a_run, open_plan
 from pipeline.rundir import RunDir
-from pipeline.web.live import Live, Picture, in_flight_since
+from pipeline.web.live import Live, Picture, in_flight_since, stopped
 from pipeline.web.page_rows import PageRows, Seconds, page_rows
 
 EVENTS = 2000  # per block
@@ -165,16 +166,26 @@ class Record:
             return self._live.picture(self._starts.seconds)
 
     def now(self) -> dict[str, Any]:
-        """Return the current state as plain values, and as `gone` whether the run was killed: it has not ended, but its
-        processes no longer exist."""
+        """Return the current state as plain values; as `gone` whether the run was killed: it has not ended, but its
+        processes no longer exist; and, once it has stopped, as `checkpoint` the steps of the last one: 0 without any,
+        None if that is not known."""
         picture = self.picture()
         gone = not picture.ended and not picture.failed and self.gone()
-        return msgspec.structs.asdict(picture) | {"gone": gone}
+        if gone:
+            picture = stopped(picture)
+        checkpoint = self._checkpoint() if gone or picture.failed else None
+        return msgspec.structs.asdict(picture) | {"gone": gone, "checkpoint": checkpoint}
+
+    def _checkpoint(self) -> int | None:
+        with suppress(OSError):
+            linked = self._run_dir.checkpoints.is_symlink()  # no link is followed
+            return None if linked else max(self._run_dir.checkpoint_steps(), default=0)
+        return None
 
     def gone(self) -> bool:
         """Return whether the run's processes on this machine no longer exist. False if any worker was placed on another
         machine."""
-        return bool(self._pids) and not self._remote and not any(map(_is_alive, self._pids))
+        return bool(self._pids) and not self._remote and not any(map(is_alive, self._pids))
 
     def _begin(self, event: trace.Started, offset: int) -> None:
         self._starts.start(event)
@@ -201,13 +212,3 @@ class Record:
                 seconds = self._seconds(behind)
             timed.append((event, seconds))
         return page_rows(timed, **kept)
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except (ProcessLookupError, OverflowError):
-        return False
-    except PermissionError:
-        return True
-    return True

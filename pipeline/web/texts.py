@@ -19,6 +19,8 @@ TEXT = 20_000  # maximum characters shown of a value
 TOKENS = 8_000  # maximum tokens shown of a response
 VOCABULARY_BYTES = 32 << 20
 IDS, LOGPROBS, VERSIONS = "response_ids", "rollout_logprobs", "token_versions"
+SHAPES = {"turn_ends": list[int], "turn_rewards": list[float | None]}  # of columns that a page takes apart
+MADE = {"tokens", "group"}  # columns that are made here
 FILES = 400  # number of sample files, the last ones, that are read for the list of prompts
 PROMPTS = 200
 
@@ -49,7 +51,8 @@ class Prompt(msgspec.Struct, kw_only=True):
 
 
 def samples(run: Path, step: int) -> list[dict[str, Any]]:
-    """Return the samples of a step as dicts, with `group` and `key` among the columns; long texts are cut and marked.
+    """Return the samples of a step as dicts, with `group` and `key` among the columns; long texts are cut and marked,
+    and turns that are none are left out.
 
     `tokens` is a list of [text, nats] with the response's tokens and logprobs, if both were kept; [text, nats, drawn]
     if their versions were kept too, which are -1 for tokens that the policy did not draw. A character that spans
@@ -58,7 +61,8 @@ def samples(run: Path, step: int) -> list[dict[str, Any]]:
     for row in _lines(RunDir(run).samples(step), dict[str, Any]):
         group = str(row.get("key", "")).partition("_")[0]
         tokens = _tokens(row.pop(IDS, None), row.pop(LOGPROBS, None), row.pop(VERSIONS, None), vocabulary)
-        rows.append({name: _cut(value) for name, value in row.items()} | {"group": group} | tokens)
+        shown = {name: _cut(value) for name, value in row.items() if name not in MADE and _has_shape(name, value)}
+        rows.append(shown | {"group": group} | tokens)
     return rows
 
 
@@ -130,6 +134,13 @@ def _read_vocabulary(path: Path, changed: int) -> list[bytes]:
         return [text.encode("latin-1") for text in decode(path.read_bytes(), list[str])]
     except (msgspec.MsgspecError, UnicodeEncodeError, OSError):
         return []
+
+
+def _has_shape(name: str, value: Any) -> bool:
+    try:
+        return name not in SHAPES or msgspec.convert(value, SHAPES[name]) is not None
+    except msgspec.ValidationError:
+        return False
 
 
 def _cut(value: Any) -> Any:

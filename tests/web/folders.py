@@ -18,6 +18,7 @@ from pipeline.rundir import RunDir
 from tests.unit.records import simulated
 
 REWARDS = (0.0, 1.0)
+SECRET = "canary-of-a-secret"
 
 
 def written(
@@ -28,7 +29,8 @@ def written(
     `texts` holds their prompt and responses."""
     run_dir = RunDir(path).create()
     run_dir.plan.write_bytes(msgspec.json.encode(plan))
-    described = {"graph": plan.name, "started": "2026-01-01T12:00:00+0000", "args": {"api_key": "canary-of-a-secret"}}
+    described = {"graph": plan.name, "started": "2026-01-01T12:00:00+0000", "args": {"api_key": SECRET}}
+    described["command"] = ["python", "-m", "pipeline.run", "toy.py", "--api-key", SECRET, f"--hub.token={SECRET}"]
     run_dir.run_json.write_bytes(msgspec.json.encode(described))
     append(run_dir, events)
     ended = [event for event in events if isinstance(event, trace.StepEnded) and event.step >= 0]

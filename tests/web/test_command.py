@@ -47,6 +47,9 @@ def test_a_run_is_watched_and_then_killed(browser, tmp_path):
         tab.goto(f"{served.address.partition('?')[0]}#/watched/graph")
         tab.wait_for_selector("text=The processes of this run are gone", timeout=WAIT_MS)
         tab.wait_for_selector("text=/-bound: \\d+ % of the step|once a few steps/", timeout=WAIT_MS)
+        assert not tab.locator(".node.running").count() and tab.locator(".why:has-text('stopped: ')").count()
+        tab.click(".brand")
+        tab.wait_for_selector(".pill.failed >> text=Killed", timeout=WAIT_MS)
     tab.close()
 
 
@@ -58,6 +61,7 @@ def test_a_run_is_watched_from_its_start_to_its_end(browser, tmp_path):
     with serving(folder) as served:
         tab = browser.new_page()
         tab.goto(served.address)
+        tab.wait_for_selector("text=There are no runs yet. Start one: python -m pipeline.run quickstart")
         tab.goto(f"{served.address.partition('?')[0]}#/watched/graph")
         tab.wait_for_selector("main [role=alert]")  # nothing to show yet; the run is found when it starts
         words = ["-m", "pipeline.run", str(RECIPE), *flags, "--run-dir", "runs/watched"]

@@ -13,6 +13,7 @@ import msgspec
 import pytest
 
 from pipeline.record import trace
+from pipeline.rundir import RunDir
 from tests.unit.records import simulated
 from tests.web.folders import append, episodes_of, run_of, written
 from tests.web.hostile import HOSTILE
@@ -186,6 +187,17 @@ def test_ticks_and_smoothing(opened):
     assert texts([0, 0.5], 0.5, "s") == ["0 s", "0.5 s"]
     assert tab.evaluate(chart, ["smoothed", [1, None, 3], 0]) == [1, None, 3]
     assert tab.evaluate(chart, ["smoothed", [1, None, 4], 0.5]) == [1, None, 3]
+    for low, high, unit, axis in (
+        (0, 0, "", [0, 1]),
+        (0, 0, "%", [0, 0.01]),
+        (0, 0, "bytes", [0, 1024]),
+        (1000, 1000, "", [900, 1100]),
+        (-2, -2, "", [-2.2, -1.8]),
+        (None, None, "", [0, 1]),
+    ):
+        assert tab.evaluate(chart, ["ends", low, high, unit]) == axis
+    low, high = tab.evaluate(chart, ["ends", 3, 7, ""])
+    assert 2 < low <= 3 and 7 <= high < 8
     runs = [{"steps": [1, 3], "values": [1, 3]}, {"steps": [2, 3], "values": [20, 30]}]
     assert tab.evaluate(chart, ["joined", runs]) == [[1, 2, 3], [[1, None, 3], [None, 20, 30]]]
 
@@ -212,7 +224,7 @@ def test_pages_answer_in_words(opened, page, question, answer):
 
 
 def test_the_graph_marks_the_critical_path_and_its_share(opened, served):
-    """A pair is drawn on the path if its stages follow each other in at least half of the steps."""
+    """A line is on the path if its stages follow each other in at least half of the steps; a node has a share."""
     found = msgspec.json.decode(served.ask("/api/runs/ahead/findings")[2])
     stages = [span[0] for path in found["paths"] for span in path["spans"] if span[0] != "no stage"]
     pairs = Counter(f"{a}>{b}" for a, b in pairwise(stages) if a != b)
@@ -228,9 +240,14 @@ def test_the_graph_marks_the_critical_path_and_its_share(opened, served):
     by_stage = found["report"]["critical_path"]["by_stage"]
     share = 100 * by_stage["rollout"] / sum(by_stage.values())
     assert tab.inner_text(".node[data-stage=rollout] .spent b") == f"{share:.0f} %"
+    shown = tab.locator(".node.on").evaluate_all("all => all.map(one => one.dataset.stage)")
+    least = 0.005 * sum(by_stage.values())
+    assert sorted(shown) == sorted(name for name, spent in by_stage.items() if spent >= least and name != "no stage")
+    edge = "one => getComputedStyle(one).borderColor"
+    assert tab.locator(".node.on").first.evaluate(edge) != tab.locator(".node:not(.on)").first.evaluate(edge)
 
 
-def test_a_node_opens_its_parts_and_they_lead_to_other_pages_and_back(opened):
+def test_a_node_opens_its_parts_and_they_lead_to_other_pages_and_back(opened, served):
     tab = opened("plain")
     panel = tab.locator("section[aria-label='Stage rollout']")
     node = tab.locator(".node[data-stage=rollout]")
@@ -276,6 +293,83 @@ def test_a_node_opens_its_parts_and_they_lead_to_other_pages_and_back(opened):
     tab.wait_for_selector("canvas", timeout=WAIT_MS)
     assert tab.url.endswith("#/plain/timeline?step=6&find=00000005_g000")
     assert re.match(r"[1-9]\d* tasks; Enter", tab.inner_text("#seek ~ [role=status]"))
+    ran = [event for _, event in trace.read(served.folder / "plain" / "events.jsonl") if isinstance(event, trace.Ran)]
+    group = next(event.groups[0] for event in ran if event.step == 5)
+    here = [event for event in ran if event.step == 5 and group in event.groups]
+    each = (max(event.end_s for event in here) - min(event.start_s for event in here)) / 10
+    matched = [min(event.start_s for event in here) - each, max(event.end_s for event in here) + each]
+    tab.evaluate("group => { location.hash = `#/plain/timeline?step=6&find=${group}` }", group)
+    tab.reload()
+    tab.wait_for_selector("canvas", timeout=WAIT_MS)
+    assert view_of(tab) == pytest.approx(matched, abs=0.02)
+
+
+def view_of(tab):
+    """Return the start and end of the timeline in seconds."""
+    units = {"µs": 1e-6, "ms": 1e-3, "s": 1}
+    found = re.search(r", ([\d.]+) (\S+) to ([\d.]+) (\w+)\. Arrows", tab.get_attribute("canvas", "aria-label"))
+    return [float(found[1]) * units[found[2]], float(found[3]) * units[found[4]]]
+
+
+def test_what_a_page_shows_is_in_its_address(opened):
+    tab = opened("ahead", "samples")
+    length = tab.evaluate("history.length")
+    tab.click("text=Shade unlikely tokens")
+    tab.click("text=Look through all kept samples")
+    tab.reload()
+    tab.wait_for_selector("text=never got any", timeout=WAIT_MS)
+    assert tab.get_attribute("text=Shade unlikely tokens", "aria-pressed") == "true"
+    tab.goto(f"{tab.url.partition('#')[0]}#/ahead/timeline")
+    tab.wait_for_selector("canvas")
+    before = view_of(tab)
+    tab.evaluate("window.wrote = 0; addEventListener('hashchange', () => { window.wrote += 1; })")
+    tab.click("text=Whole run")
+    for _ in range(5):
+        tab.click("button[aria-label='Zoom in']")
+    tab.wait_for_function("() => location.hash.includes('from=')")
+    moved = view_of(tab)
+    assert moved != before and tab.evaluate("window.wrote") < 5
+    tab.reload()
+    tab.wait_for_selector("canvas", timeout=WAIT_MS)
+    assert view_of(tab) == moved
+    assert tab.evaluate("history.length") == length + 1  # one page, no step for what was turned and moved
+    tab.evaluate("location.hash = '#/ahead/timeline?from=1&to=x'")
+    tab.evaluate("location.hash = '#/ahead/timeline?from=2&to=3'")
+    tab.wait_for_selector("canvas[aria-label*=' 2.00 s to 3.00 s']")
+    tab.evaluate("location.hash = '#/ahead/compare'")
+    tab.select_option("#other", "plain")
+    tab.wait_for_function("() => location.hash.endsWith('compare?other=plain')")
+    tab.reload()
+    tab.wait_for_selector("text=What is different?", timeout=WAIT_MS)
+    assert tab.input_value("#other") == "plain"
+
+
+def test_a_step_that_is_none_shows_the_last_one_and_says_so(opened):
+    tab = opened("hostile", "samples")
+    for step in ("abc", "0", "2.5", "1e400", "-1"):
+        tab.evaluate("step => { location.hash = `#/hostile/samples?step=${step}&against=x` }", step)
+        said = f"There is no step “{step}”: these are the samples of step 2, the last one that has any."
+        tab.wait_for_selector(f"main [role=alert]:has-text('{said}')")
+        assert tab.locator("#step").input_value() == "1" and tab.locator(".response").count()
+
+
+def test_menus_and_what_is_chosen_close_at_esc_and_elsewhere(opened):
+    tab = opened("ahead", "metrics")
+    for menu in ("Export", "Other runs"):
+        for close in (lambda: tab.keyboard.press("Escape"), lambda: tab.mouse.click(1270, 700)):
+            tab.click(f"button:text('{menu}')")
+            tab.wait_for_selector(".menu > ul")
+            tab.evaluate("document.activeElement.blur()")
+            close()
+            tab.wait_for_selector(".menu > ul", state="detached")
+    tab.evaluate("location.hash = '#/ahead/timeline'")
+    for close in (lambda: tab.keyboard.press("Escape"), lambda: tab.click("text=What happened?")):
+        tab.focus("canvas")
+        tab.keyboard.press("]")
+        tab.wait_for_function("() => location.hash.includes('span=')")
+        tab.evaluate("document.activeElement.blur()")
+        close()
+        tab.wait_for_function("() => !location.hash.includes('span=')")
 
 
 def test_the_timeline_stays_in_the_run_and_finds_stages_and_samples(opened, served):
@@ -381,7 +475,7 @@ def test_episodes_show_what_they_wait_for(opened):
     tab = opened("episodes")
     card = tab.locator("section.card", has_text="How do episodes spend their time?")
     card.get_by_text(re.compile(r"for 2\d(\.\d)? % of the time, all wait for environments")).wait_for(timeout=WAIT_MS)
-    tab.get_by_text("environments, for which all episodes wait").wait_for(timeout=WAIT_MS)
+    tab.get_by_text("environments, for which all episodes of rollout wait").wait_for(timeout=WAIT_MS)
     path = tab.locator("section.card", has_text="Why is a step as slow as it is?")
     assert re.search(r"rollout\n.*\n.*\n(generate|environment)\n", path.inner_text())
     tab.click("text=Timeline")
@@ -412,11 +506,33 @@ def test_turns_are_folded_and_what_the_policy_did_not_draw_is_grey(opened):
     assert tab.locator(".response .token").count() == 4
 
 
-def test_a_failed_run_says_what_failed(opened):
+def test_odd_rows_are_shown_as_far_as_they_go_and_a_page_that_breaks_stops_no_other(opened, served):
+    file = served.folder / "plain" / "samples" / "step_000002.jsonl"
+    row = msgspec.json.decode(file.read_bytes().splitlines()[0])
+    odd = {"turn_ends": "abc", "turn_rewards": 1, "tokens": 3, "reward": "nan", "group": 7, "key": [1], "response": {}}
+    file.write_bytes(b"".join(msgspec.json.encode(row | {name: value}) + b"\n" for name, value in odd.items()))
+    tab = opened("plain", "samples")
+    tab.evaluate("location.hash += '?step=2'")
+    tab.wait_for_function("count => document.querySelectorAll('.response').length === count", arg=len(odd))
+    rewards = tab.locator(".response footer b").all_inner_texts()
+    assert rewards.count("nan") == 1 and len(set(rewards)) == 2
+    tab.route("**/samples?step=2", lambda route: route.fulfill(json={"steps": [2], "step": 2, "rows": [None]}))
+    tab.evaluate("location.hash = '#/plain/samples?step=3'")
+    tab.wait_for_selector("main [role=alert]:has-text('This page cannot be drawn: ')")
+    tab.click("text=Graph")
+    tab.wait_for_selector(".node")
+    assert tab.locator("main [role=alert]").count() == 0
+
+
+def test_a_failed_run_says_what_failed(opened, served):
     tab = opened("broken")
     assert "train: it broke" in tab.inner_text("[role=alert]")
     assert tab.locator(".node.failed").count() == 1
-    assert "--run-dir runs/broken --resume" in tab.inner_text("[role=alert]")
+    assert f"--run-dir {served.folder}/broken --resume" in tab.inner_text("[role=alert]")
+    assert "Resume from the start: no checkpoint was written yet" in tab.inner_text("[role=alert]")
+    RunDir(served.folder / "broken").checkpoint(3).mkdir()
+    tab.reload()
+    tab.wait_for_selector("[role=alert] >> text=Resume from step 3", timeout=WAIT_MS)
     tab.click("text=Timeline")
     assert "it broke" in tab.inner_text("section[aria-label='What happened?']")
 
@@ -481,6 +597,8 @@ def test_an_address_that_cannot_be_shows_the_runs_and_says_so(opened):
     tab.click("main table >> text=plain")
     tab.wait_for_selector(".node")
     assert tab.locator("main [role=alert]").count() == 0
+    tab.evaluate("location.hash = '#/plain/nosuchpage'")
+    tab.wait_for_selector("main [role=alert]:has-text('There is no page “nosuchpage”: this is the graph.') ~ .graph")
 
 
 def test_a_live_run_is_followed_through_a_reload_to_its_end(browser, tmp_path):
@@ -499,6 +617,14 @@ def test_a_live_run_is_followed_through_a_reload_to_its_end(browser, tmp_path):
         tab.wait_for_selector(f".status b >> text='{steps}'", timeout=WAIT_MS)
         append(run_dir, events[2 * third :])
         tab.wait_for_selector(".pill.finished", timeout=WAIT_MS)
+        with run_dir.events.open("a") as file:
+            file.write("garbage\n")
+        damaged = "main[aria-busy=false] [role=alert]:has-text('events.jsonl: it cannot be read')"
+        tab.wait_for_selector(damaged, timeout=WAIT_MS)
+        assert tab.locator(".node").count() > 5  # what was read stays
+        tab.reload()
+        tab.wait_for_selector(damaged, timeout=WAIT_MS)
+        assert "Reading" not in tab.inner_text("main") and not tab.locator(".status").count()
         tab.close()
 
 

@@ -1,17 +1,23 @@
 """What the server returns: its own page for GET with the token. All other requests are refused without data."""
 
+import base64
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
+import zlib
+from pathlib import Path
 
 import pytest
 from aiohttp.web import HTTPNotFound
 
+from pipeline.view import _folder
 from pipeline.web import pages
+from pipeline.web.exports import EXPORTS
 from pipeline.web.server import Server
-from tests.web.folders import run_of
+from tests.web.folders import SECRET, run_of
 from tests.web.serving import serving
 
 pytestmark = pytest.mark.journal_expected
@@ -21,7 +27,6 @@ ROUTES = (
     "/api/runs/run/export/spans", "/api/runs/run/export/metrics", "/api/runs/run/export/perfetto",
     "/api/runs/run/export/html",
 )  # fmt: skip
-SECRET = b"canary-of-a-secret"
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +51,10 @@ def test_every_route_answers_its_own_page(served, route):
     )
     assert headers["x-content-type-options"] == "nosniff" and headers["cache-control"] == "no-store"
     assert "access-control-allow-origin" not in headers
-    assert SECRET not in body and served.token.encode() not in body
+    for _, packed, _ in re.findall(rb'(id="packed">)(.+?)(</script>)', body):
+        body += zlib.decompress(base64.b64decode(packed), wbits=zlib.MAX_WBITS + 16)
+    assert SECRET.encode() not in body and served.token.encode() not in body
+    assert b"--api-key" in body or not route.endswith(("/about", "/html"))
 
 
 @pytest.mark.parametrize("route", ROUTES)
@@ -74,6 +82,7 @@ def test_nothing_but_get_is_taken(served, route, method):
         ({"Cookie": ""}, 401),
         ({"Cookie": "sluice_{port}=wrong"}, 401),
         ({"Cookie": "sluice_{port}="}, 401),
+        ({"Cookie": "sluice_{port}=\xff\xfe"}, 401),
         ({"Cookie": "sluice_1={token}"}, 401),
     ],
 )
@@ -159,6 +168,44 @@ def test_a_file_that_cannot_be_read_is_named_in_one_line(tmp_path):
                 assert status == 404 or name != ".", route
             path.chmod(mode)
         assert served.ask(ROUTES[3])[0] == 200
+        for name, damage, kinds in DAMAGED:
+            path = tmp_path / "run" / name
+            before = path.read_bytes()
+            path.write_bytes(damage(before))
+            found = {kind: served.ask(f"/api/runs/run/export/{kind}") for kind in EXPORTS}
+            assert {kind for kind, (status, _, body) in found.items() if status == 404 and b"\n" not in body} == kinds
+            assert all(name.encode() in found[kind][2] for kind in kinds), (name, found)
+            path.write_bytes(before)
+
+
+DAMAGED = (  # a file, what happens to it, and the exports that need it whole
+    ("events.jsonl", lambda text: text.replace(b"\n", b"\ngarbage\n", 1), {"html", "perfetto", "spans"}),
+    ("metrics.jsonl", lambda text: text + b"{\n", {"html", "perfetto", "metrics"}),
+    ("metrics.jsonl", lambda text: text + b'{"step":9,"a":1e999}\n', {"html", "perfetto", "metrics"}),
+    ("plan.json", lambda text: text.replace(b'"rollout"', b'"other"'), {"html", "perfetto"}),
+)
+
+
+def test_commands_name_the_folder_as_it_was_given(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run_of(tmp_path / "my runs" / "run", steps=6)
+    run_of(tmp_path / "my runs" / "other", steps=1).run_json.write_text('{"args": {"api_key": "b"}}')
+    (tmp_path / "last").symlink_to("my runs/run")
+    for given, folder, name in (
+        ("my runs", "my runs", ""),
+        (tmp_path / "my runs", "my runs", ""),
+        ("my runs/run", "my runs", "run"),
+        ("my runs/../my runs", "my runs/../my runs", ""),
+        ("last", tmp_path / "my runs", "run"),
+    ):
+        assert _folder(Path(given)) == (Path(folder), name)
+    run = Path("my runs", "run")
+    resumed = pages.PAGES["about"](run, {})["resume"]
+    assert resumed == "python -m pipeline.run GRAPH --executor ray --run-dir 'my runs/run' --resume"
+    hints = pages.PAGES["advice"](run, {})["hints"]
+    assert hints and all(" 'my runs/run' --" in hint["command"] for hint in hints)
+    compared = json.dumps(pages.PAGES["comparison"](run, {"other": "other"}))
+    assert SECRET not in compared and '"before": "b"' not in compared
 
 
 def test_a_tunnel_may_have_another_port(served):

@@ -1,6 +1,7 @@
 """Following a record: the rows are the same whenever and from whatever position it is read."""
 
 import os
+import socket
 import subprocess
 
 import msgspec
@@ -9,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.record import trace
-from pipeline.web import tail
+from pipeline.web import pages, tail
 from pipeline.web.page_rows import PageRows
 from pipeline.web.tail import Record
 from tests.examples import few
@@ -145,3 +146,13 @@ def test_a_run_whose_processes_are_gone_is_told_from_one_that_is_slow(tmp_path):
         record = Record(run_dir.path)
         list(advanced(record))
         assert record.gone() == gone
+        assert any(stage["state"] == "running" for stage in states(record)) != gone
+        run_dir.lock.write_text(f'{{"pid": {pid}, "host": "{socket.gethostname() if "127" in node else node}"}}')
+        told = {(False, "127"): "running", (True, "127"): "killed"}.get((gone, node[:3]), "unfinished")
+        assert [run["state"] for run in pages.runs(tmp_path) if run["name"] == run_dir.path.name] == [told]
+    run_dir.lock.unlink()
+    assert "unfinished" in {run["state"] for run in pages.runs(tmp_path)}
+
+
+def states(record):
+    return [msgspec.structs.asdict(stage) for stage in record.now()["stages"].values()]

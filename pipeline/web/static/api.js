@@ -14,17 +14,39 @@ export async function get(path) {
   return answer.json();
 }
 
-// Calls take(name, data) for every event of a run from its first byte, and lost(true or false) when the stream breaks
-// or recovers. Returns a function that ends it.
-export function follow(run, take, lost) {
+// Calls take(name, data) for every event of a run from its first byte, lost(true or false) when the stream breaks or
+// recovers, and refused(text) when the server refuses it. Returns a function that ends it.
+export function follow(run, take, lost, refused) {
   if (offline) {
     for (const [name, data] of EMBEDDED.events) take(name, data);
     return () => {};
   }
-  const source = new EventSource(`api/runs/${run}/events`);
-  for (const name of ["rows", "now", "again"]) {
-    source.addEventListener(name, (event) => { lost(false); take(name, JSON.parse(event.data)); });
-  }
-  source.addEventListener("error", () => lost(true));
-  return () => source.close();
+  const path = `api/runs/${run}/events`;
+  let [source, again, ended] = [null, 0, false];
+  const open = () => {
+    source = new EventSource(path);
+    for (const name of ["rows", "now", "again"]) {
+      source.addEventListener(name, (event) => { lost(false); take(name, JSON.parse(event.data)); });
+    }
+    source.addEventListener("error", () => {
+      lost(true);
+      if (source.readyState === EventSource.CLOSED) ask(); // the browser does not say why, and does not try again
+    });
+  };
+  const ask = async () => {
+    const asked = new AbortController();
+    try {
+      const answer = await fetch(path, { signal: asked.signal });
+      const text = answer.ok ? "" : (await answer.text()) || `${answer.status}`;
+      asked.abort(); // of a stream, only its state is of interest
+      if (ended) return;
+      if (text) { refused(text); return; }
+      take("again", {});
+      open();
+    } catch {
+      if (!ended) again = setTimeout(ask, 2000);
+    }
+  };
+  open();
+  return () => { ended = true; clearTimeout(again); source.close(); };
 }

@@ -1,6 +1,6 @@
 // Routing, and the header and status of all pages.
 
-import { Copy, Empty, html, number, plural, render, seconds, useEffect, useState } from "./ui.js";
+import { Boundary, Copy, Empty, html, number, plural, render, seconds, useClosing, useEffect, useState } from "./ui.js";
 import { offline } from "./api.js";
 import { address, link } from "./address.js";
 import { Run } from "./store.js";
@@ -51,8 +51,8 @@ function Export({ run }) {
     ["spans", "Spans, CSV"],
     ["metrics", "Metrics, CSV"],
   ];
-  const close = (event) => event.key === "Escape" && setOpen(false);
-  return html`<div class="menu" onKeyDown=${close}>
+  const menu = useClosing(open, () => setOpen(false));
+  return html`<div class="menu" ref=${menu}>
     <button class="button" aria-expanded=${open} onClick=${() => setOpen(!open)}>Export</button>
     ${open && html`<ul>${kinds.map(([kind, text]) => html`<li key=${kind}>
       <a href=${`${of}/${kind}`} download onClick=${() => setOpen(false)}>${text}</a></li>`)}</ul>`}
@@ -78,21 +78,22 @@ function Status({ run }) {
 
 const SILENT_S = 60; // seconds without an event after which a live run counts as silent
 
-function resume(run) {
-  const { file = "GRAPH", executor = "ray" } = run.about.described;
-  return `python -m pipeline.run ${file} --executor ${executor} --run-dir runs/${run.name} --resume`;
+function Resume({ run }) {
+  const { checkpoint } = run.now;
+  const from = checkpoint ? ` from step ${checkpoint}` : checkpoint === 0 ? " from the start: no checkpoint was written yet" : "";
+  return html`<p class="small dim">Resume${from}</p><${Copy} text=${run.about.resume} />`;
 }
 
 function Trouble({ run }) {
   if (run.state === "failed" || run.state === "interrupted") {
     return html`<div class="alert" role="alert"><h2>${run.state === "failed" ? "The run failed" : "The run was interrupted"}</h2>
       <p>${run.now.failed}</p>${run.now.problems.map((problem) => html`<p class="mono small" key=${problem}>${problem}</p>`)}
-      <p class="small dim">Resume from the last checkpoint:</p><${Copy} text=${resume(run)} /></div>`;
+      <${Resume} run=${run} /></div>`;
   }
   if (run.state === "killed") {
     return html`<div class="alert" role="alert"><h2>The processes of this run are gone</h2>
       <p>The record stops after ${seconds(run.now.last)} without an end event. It is complete up to there.</p>
-      <p class="small dim">Resume from the last checkpoint:</p><${Copy} text=${resume(run)} /></div>`;
+      <${Resume} run=${run} /></div>`;
   }
   const silent = run.clock - run.now.last;
   if (run.live && silent > SILENT_S) {
@@ -141,6 +142,7 @@ function App() {
   }, [at.run]);
   useEffect(() => { document.title = at.run ? `${at.run} · ${TITLES[at.page]} · Sluice` : "Sluice"; }, [at.run, at.page]);
   const Page = PAGES[at.page];
+  const refused = run && run.name === at.run ? run.refused : "";
   const ready = run && run.name === at.run && run.about && run.now && (!run.now.loading || at.page === "graph"); // the others need all rows
   return html`
     <a class="skip" href="#main" onClick=${(event) => { event.preventDefault(); document.getElementById("main").focus(); }}>Skip to content</a>
@@ -155,10 +157,13 @@ function App() {
       ${at.run && html`<${Tabs} run=${at.run} page=${at.page} />`}
     </header>
     ${ready && html`<${Status} run=${run} />`}
-    <main id="main" tabindex="-1" aria-busy=${!!at.run && !error && !ready} data-complete=${!!ready && !run.now.loading}>
+    <main id="main" tabindex="-1" aria-busy=${!!at.run && !error && !refused && !ready} data-complete=${!!ready && !run.now.loading}>
+      ${at.problem && html`<div class="alert soft" role="alert">${at.problem}</div>`}
       ${error ? html`<div class="alert" role="alert">${error}</div>`
-        : !at.run ? html`${at.problem && html`<div class="alert soft" role="alert">${at.problem}</div>`}<${Runs} />`
-          : ready ? html`<${Trouble} run=${run} /><${Diverged} run=${run} /><${Page} run=${run} query=${at.query} />` : html`<${Empty}>Reading the record …<//>`}
+        : !at.run ? html`<${Runs} />`
+          : html`${refused && html`<div class="alert" role="alert">${refused}</div>`}
+            ${ready ? html`<${Trouble} run=${run} /><${Diverged} run=${run} /><${Boundary} at=${location.hash}><${Page} key=${run.name} run=${run} query=${at.query} /><//>`
+              : !refused && html`<${Empty}>Reading the record …<//>`}`}
     </main>`;
 }
 

@@ -16,6 +16,15 @@ export function tickTexts(values, each, unit) {
   return values.map((value) => text(value) + (unit === "s" ? " s" : ""));
 }
 
+const LOW = { "%": 0.01, bytes: 1024 }; // the top of an axis of zeros, where it is not 1
+
+// The ends of an axis for values from `low` to `high`: around a constant, and from 0 for zeros.
+export function ends(low, high, unit) {
+  if (low === null || low === undefined) return [0, LOW[unit] || 1];
+  if (high - low > 1e-9 * Math.max(Math.abs(low), Math.abs(high))) return window.uPlot.rangeNum(low, high, 0.1, true);
+  return low === 0 ? [0, LOW[unit] || 1] : [low - 0.1 * Math.abs(low), low + 0.1 * Math.abs(low)];
+}
+
 // The exponential mean of values up to each one, with `weight` from 0 for the values themselves to almost 1; null stays.
 export function smoothed(values, weight) {
   let [sum, all] = [0, 0];
@@ -63,7 +72,7 @@ export function Chart({ steps, series, label, unit = "", smooth = 0, height = 16
         width: Math.max(160, place.current.clientWidth), height,
         cursor: { sync: { key: sync }, y: false, points: { size: 6 }, drag: { x: true, y: false } },
         legend: { show: false },
-        scales: { x: { time: false } },
+        scales: { x: { time: false }, y: { range: (_, low, high) => ends(low, high, unit) } },
         axes: [
           { ...axis, size: 26, incrs: WHOLE, space: 56, values: (_, all) => all.map((value) => value.toLocaleString("en-US")) },
           { ...axis, space: 32, size: (_, texts) => 14 + LETTER * Math.max(2, ...(texts || []).map((text) => text.length)), values: (_, all, axisNumber, space, each) => tickTexts(all, each, unit) },

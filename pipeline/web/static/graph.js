@@ -1,13 +1,13 @@
 // The graph with the current state of every stage, and below it what bounds a step and what would help.
 
-import { bytes, Card, colourOf, Copy, html, number, percent, plural, seconds, Swatch, useLayoutEffect, useLoaded, useMemo, useRef, useState } from "./ui.js";
+import { bytes, Card, colourOf, Copy, html, number, percent, plural, seconds, Swatch, useClosing, useLayoutEffect, useLoaded, useMemo, useRef, useState } from "./ui.js";
 import { get } from "./api.js";
 import { go, link } from "./address.js";
 import { SAYS } from "./episodes.js";
 import { drawn } from "./layout.js";
 import { keyOf } from "./lanes.js";
 
-const ICONS = { running: "▶", waiting: "◷", ready: "◔", idle: "○", done: "✓", failed: "✕" };
+const ICONS = { running: "▶", waiting: "◷", ready: "◔", idle: "○", done: "✓", failed: "✕", stopped: "■" };
 const LAST = 5; // number of tasks that a stage lists
 
 export function Graph({ run, query }) {
@@ -151,7 +151,7 @@ function waits(part) {
   if (part.cause === "field" || part.cause === "weights") return `${part.field || "weights"}${part.stage ? `, from ${part.stage}` : ""}`;
   if (part.cause === "fence") return `${part.stage}, which must not run at the same time`;
   if (part.cause === "worker") return `the worker, busy with ${part.stage || "something else"}`;
-  if (part.cause === "environment") return `environments, for which all episodes wait`;
+  if (part.cause === "environment") return `environments, for which all episodes of ${part.stage} wait`;
   if (part.cause === "driver") return "the driver: reports and tasks in transit";
   if (part.cause === "room") return "groups that are not admitted yet";
   return part.stage ? `${part.cause}: ${part.stage}` : part.cause;
@@ -193,18 +193,11 @@ function clearedAfter(run, field) {
 
 // What is known of a stage, beside its node. Esc and a click elsewhere close it; the focus goes back to the node.
 function Panel({ run, name, close }) {
-  const panel = useRef(null);
+  const panel = useClosing(true, close, ".node, header, .status");
   useLayoutEffect(() => {
     panel.current.focus();
     return () => document.querySelector(`[data-stage="${CSS.escape(name)}"]`)?.focus();
   }, [name]);
-  useLayoutEffect(() => {
-    const press = (event) => event.key === "Escape" && close();
-    const point = (event) => panel.current && !event.target.closest(".panel, .node, header, .status") && close();
-    document.addEventListener("keydown", press);
-    document.addEventListener("pointerdown", point);
-    return () => { document.removeEventListener("keydown", press); document.removeEventListener("pointerdown", point); };
-  });
   const { stages } = run.about.plan;
   const late = stages.find((one) => one.name === name).layer > Math.max(...stages.map((one) => one.layer)) / 2;
   return html`<div class=${`panel ${late ? "left" : ""}`} ref=${panel} tabindex="-1"><${Stage} run=${run} name=${name} close=${close} /></div>`;

@@ -1,6 +1,6 @@
 // Every metric of every step, each with an explanation.
 
-import { Empty, html, inUnit, Swatch, useEffect, useLoaded, useMemo, useRef, useState } from "./ui.js";
+import { Empty, html, inUnit, Swatch, useClosing, useEffect, useLoaded, useMemo, useRef, useState } from "./ui.js";
 import { get, offline } from "./api.js";
 import { go } from "./address.js";
 import { Chart, joined } from "./chart.js";
@@ -38,8 +38,8 @@ function Others({ run, chosen }) {
   const [open, setOpen] = useState(false);
   const { value } = useLoaded(async () => (open ? get("runs") : []), [open]);
   const turn = (name) => go({ with: (chosen.includes(name) ? chosen.filter((one) => one !== name) : [...chosen, name]).join(" ") });
-  const close = (event) => event.key === "Escape" && setOpen(false);
-  return html`<div class="menu" onKeyDown=${close}><button class="button" aria-expanded=${open} onClick=${() => setOpen(!open)}>Other runs${chosen.length ? ` (${chosen.length})` : ""}</button>
+  const menu = useClosing(open, () => setOpen(false));
+  return html`<div class="menu" ref=${menu}><button class="button" aria-expanded=${open} onClick=${() => setOpen(!open)}>Other runs${chosen.length ? ` (${chosen.length})` : ""}</button>
     ${open && html`<ul>${(value || []).filter((one) => one.name !== run.name).map((one) => html`<li key=${one.name}><label><input type="checkbox" checked=${chosen.includes(one.name)} disabled=${!chosen.includes(one.name) && chosen.length >= OTHERS} onChange=${() => turn(one.name)} />${one.name}</label></li>`)}</ul>`}</div>`;
 }
 

@@ -3,8 +3,8 @@
 import { Card, Empty, html, number, useEffect, useLoaded, useState } from "./ui.js";
 import { get } from "./api.js";
 
-const WORDS = { finished: "Finished", failed: "Failed", interrupted: "Interrupted", unfinished: "Live or killed" };
-const LOOKS = { finished: "finished", failed: "failed", interrupted: "silent", unfinished: "running" };
+const WORDS = { finished: "Finished", failed: "Failed", interrupted: "Interrupted", running: "Live", killed: "Killed", unfinished: "Live or killed" };
+const LOOKS = { finished: "finished", failed: "failed", interrupted: "silent", running: "running", killed: "failed" };
 
 export function Runs() {
   const [count, setCount] = useState(0);
@@ -15,7 +15,7 @@ export function Runs() {
   const { value, error } = useLoaded(() => get("runs"), [count]);
   if (error) return html`<div class="alert" role="alert">${error}</div>`;
   if (!value) return html`<${Empty}>Reading the runs …<//>`;
-  if (!value.length) return html`<${Empty}>There are no runs yet. Start one: <code>python -m pipeline.run graphs/quickstart.py</code><//>`;
+  if (!value.length) return html`<${Empty}>There are no runs yet. Start one: <code>python -m pipeline.run quickstart</code><//>`;
   return html`<${Card} title="Runs"><div class="scroll"><table>
     <thead><tr><th>Run</th><th>State</th><th>Graph</th><th class="num">Steps</th><th>Started</th></tr></thead>
     <tbody>${value.map((run) => html`<tr key=${run.name}>

@@ -1,8 +1,8 @@
 // Prompts and responses: the groups of a step, and the prompts that never get a reward.
 
-import { Card, Empty, html, number, percent, plural, useEffect, useLoaded, useState } from "./ui.js";
+import { Card, Empty, html, number, percent, plural, useEffect, useLoaded } from "./ui.js";
 import { get } from "./api.js";
-import { go, link } from "./address.js";
+import { go, link, stepOf } from "./address.js";
 import { Difference } from "./difference.js";
 
 const ORDERS = {
@@ -77,8 +77,9 @@ function StepChoice({ name, label, value, steps, first, change }) {
 }
 
 export function Samples({ run, query }) {
-  const [shaded, setShaded] = useState(false);
-  const step = query.step ? query.step - 1 : null;
+  const shaded = !!query.shade;
+  const named = stepOf(query.step);
+  const step = named === null ? null : named - 1;
   const when = step === null ? run.now.step : "chosen";
   const { value, error } = useLoaded(() => get(`runs/${run.name}/samples${step === null ? "" : `?step=${step}`}`), [run.name, step, when]);
   useEffect(() => { document.querySelector(".response.chosen")?.scrollIntoView({ block: "center", inline: "center" }); }, [query.sample, value]);
@@ -86,11 +87,13 @@ export function Samples({ run, query }) {
   if (!value) return html`<${Empty}>Reading samples …<//>`;
   if (!value.steps.length) return html`<${Empty}>No samples were kept yet. A step keeps some groups of its batch: Schedule(keep_groups=...).<//>`;
   const setStep = (one) => go({ step: one + 1, sample: "" });
+  const against = stepOf(query.against);
   const ends = endsOf(value.rows);
   const [stages, fields] = stagesOf(run, value.rows, query);
   const groups = chosenOf(value.rows, query, fields);
   const at = value.steps.indexOf(value.step);
-  return html`<div class="toolbar">
+  return html`${query.step && named === null && html`<div class="alert soft" role="alert">There is no step “${query.step}”: these are the samples of step ${value.step + 1}, the last one that has any.</div>`}
+    <div class="toolbar">
       <button class="button icon" disabled=${at <= 0} onClick=${() => setStep(value.steps[at - 1])} aria-label="Previous step">‹</button>
       <${StepChoice} name="step" label="Step" value=${value.step} steps=${value.steps} change=${(one) => one !== null && setStep(one)} />
       <button class="button icon" disabled=${at >= value.steps.length - 1} onClick=${() => setStep(value.steps[at + 1])} aria-label="Next step">›</button>
@@ -99,13 +102,13 @@ export function Samples({ run, query }) {
       <${Choice} name="stage" label="Stage" value=${fields ? query.stage : ""} texts=${[["", "all stages"], ...stages.map((name) => [name, `what ${name} wrote`])]} change=${(stage) => go({ stage })} />
       <label class="sr" for="find">Find</label><input id="find" class="button" type="search" placeholder="find in texts" value=${query.find || ""} onInput=${(event) => go({ find: event.target.value }, { keep: true })} />
       ${ends.length > 0 && html`<${Choice} name="end" label="End" value=${query.end || ""} texts=${[["", "any end"], ...ends.map(([name, count]) => [name, `${name} (${count})`])]} change=${(end) => go({ end })} />`}
-      <${StepChoice} name="against" label="Compare with a step" value=${query.against ? query.against - 1 : null} steps=${value.steps.filter((one) => one !== value.step)} first="compare with" change=${(one) => go({ against: one === null ? "" : one + 1 })} />
-      ${value.rows.some((row) => row.tokens) && html`<button class="button" aria-pressed=${shaded} onClick=${() => setShaded(!shaded)}>Shade unlikely tokens</button>`}
+      <${StepChoice} name="against" label="Compare with a step" value=${against === null ? null : against - 1} steps=${value.steps.filter((one) => one !== value.step)} first="compare with" change=${(one) => go({ against: one === null ? "" : one + 1 })} />
+      ${value.rows.some((row) => row.tokens) && html`<button class="button" aria-pressed=${shaded} onClick=${() => go({ shade: shaded ? "" : 1 }, { keep: true })}>Shade unlikely tokens</button>`}
     </div>
-    ${query.against && html`<${Difference} run=${run} step=${value.step} rows=${value.rows} against=${query.against - 1} />`}
+    ${against !== null && html`<${Difference} run=${run} step=${value.step} rows=${value.rows} against=${against - 1} />`}
     ${shaded && html`<p class="small dim legendline">The stronger a token is marked, the less likely it was when it was sampled: fully at <span class="token" style=${{ "--shade": "100%" }}>1 %</span> or less.</p>`}
     ${groups.length ? groups.map((group) => html`<${Group} key=${group.name} run=${run} group=${group} shaded=${shaded} chosen=${query.sample} fields=${fields} />`) : html`<${Empty}>No sample of this step is like that.<//>`}
-    <${Prompts} run=${run} />`;
+    <${Prompts} run=${run} open=${!!query.prompts} />`;
 }
 
 const PLAIN = new Set(["step", "key", "group", "version", "prompt", "answer", "response", "reward", "advantage", "truncated", "tokens", "turn_ends", "turn_rewards", "conversation", "end"]);
@@ -154,12 +157,11 @@ function Group({ run, group, shaded, chosen, fields }) {
     </article>`)}</div></section>`;
 }
 
-function Prompts({ run }) {
-  const [open, setOpen] = useState(false);
+function Prompts({ run, open }) {
   const { value, error } = useLoaded(async () => (open ? get(`runs/${run.name}/prompts`) : null), [run.name, open, open && run.now.step]);
   const never = (value || []).filter((one) => one.best <= 0);
   return html`<${Card} title="Which prompts never get reward?">
-    <button class="button" aria-expanded=${open} onClick=${() => setOpen(!open)}>${open ? "Hide" : "Look through all kept samples"}</button>
+    <button class="button" aria-expanded=${open} onClick=${() => go({ prompts: open ? "" : 1 }, { keep: true })}>${open ? "Hide" : "Look through all kept samples"}</button>
     ${open && error && html`<p class="dim">${error}</p>`}
     ${open && value && html`<p class="lead" style=${{ margin: "12px 0" }}>${never.length ? `${plural(never.length, "prompt")} of ${number(value.length)} listed never got any.` : `None: each of the ${plural(value.length, "kept prompt")} got some.`}</p>
       <div class="scroll"><table><thead><tr><th>Prompt</th><th class="num">Best</th><th class="num">Mean</th><th class="num">Samples</th><th class="num">Steps</th></tr></thead>

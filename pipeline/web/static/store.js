@@ -12,6 +12,7 @@ export class Run {
     this.about = null;
     this.findings = null;
     this.lost = false;
+    this.refused = ""; // why the server sends no more rows
     this.clear();
   }
 
@@ -30,7 +31,7 @@ export class Run {
 
   async open() {
     this.about = await get(`runs/${this.name}/about`);
-    this.close = follow(this.name, (name, data) => this.take(name, data), (lost) => this.mark(lost));
+    this.close = follow(this.name, (name, data) => this.take(name, data), (lost) => this.mark(lost), (text) => { this.refused = text; this.mark(false); this.changed(); });
     this.changed();
   }
 

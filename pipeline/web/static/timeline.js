@@ -1,6 +1,6 @@
 // The tasks of every worker over time, and the critical path. Drag or arrow keys move; Ctrl and wheel, + and - zoom.
 
-import { Card, colourOf, html, number, plural, seconds, Swatch, useEffect, useLayoutEffect, useMemo, useRef, useState } from "./ui.js";
+import { Card, colourOf, html, number, plural, seconds, Swatch, useClosing, useEffect, useLayoutEffect, useMemo, useRef, useState } from "./ui.js";
 import { go, link } from "./address.js";
 import { arrange, bounded, draw, episodesAt, finder, GUTTER, keyOf, spanAt } from "./lanes.js";
 import { inWords, KINDS, SAYS } from "./episodes.js";
@@ -8,6 +8,7 @@ import { Episodes, Idle, Verdict } from "./graph.js";
 
 const LOUD = new Set(["failed", "retried", "diverged"]); // events whose kind is shown
 const PAGE = 100000; // tasks that a page gets at least, if the run has as many
+const REST_MS = 300; // without a move, after which a view is written to the address
 const LATEST = 5; // number of steps shown initially
 
 function looks(plan) {
@@ -27,11 +28,24 @@ function latest(run) {
   return [ends.length > LATEST ? ends[ends.length - 1 - LATEST] : 0, end];
 }
 
-// Where the timeline starts: at the span, at what is searched for, or at the step of the address, or at the last steps.
+// The view of the address, or null.
+function named(run, query) {
+  const [from, to] = [query.from, query.to].map((text) => (text ? +text : NaN));
+  return Number.isFinite(from) && Number.isFinite(to) && from < to ? bounded([from, to], run.clock) : null;
+}
+
+// Where the timeline starts: at the view, the span, the step, or what is searched for (in that step) of the address, or at
+// the last steps.
 function first(run, query, made) {
   const wanted = finder(query.find || "", run.about.plan);
-  const span = query.span ? made.order.find((one) => keyOf(one) === query.span) : wanted && made.order.findLast(wanted);
+  const inStep = wanted && query.step && !query.span ? made.order.filter((one) => one[3] === query.step - 1 && wanted(one)) : [];
+  if (named(run, query)) return named(run, query);
+  if (inStep.length) {
+    const [start, end] = [inStep[0][5], inStep.reduce((last, one) => Math.max(last, one[6]), 0)];
+    return bounded([start - 0.1 * (end - start), end + 0.1 * (end - start)], run.clock);
+  }
   const at = run.steps.findIndex((row) => row[0] === query.step - 1);
+  const span = query.span ? made.order.find((one) => keyOf(one) === query.span) : at < 0 && wanted && made.order.findLast(wanted);
   if (!span && at < 0) return latest(run);
   const [start, end] = span ? [span[5], span[6]] : [at ? run.steps[at - 1][1] : 0, run.steps[at][1]];
   const [from, to] = latest(run);
@@ -42,11 +56,12 @@ function first(run, query, made) {
 export function Timeline({ run, query }) {
   const canvas = useRef(null);
   const made = useMemo(() => arrange(run.about.plan, run.spans, run.spent), [run, run.changes]);
-  const asked = query.find || query.step || query.span;
+  const asked = query.find || query.step || query.span || named(run, query);
   const [view, setView] = useState(() => first(run, query, made));
   const [follow, setFollow] = useState(run.live && !asked);
   const chosen = useMemo(() => (query.span ? made.order.find((span) => keyOf(span) === query.span) : null), [made, query.span]);
   const choose = (span) => go({ span: span ? keyOf(span) : "" }, { keep: true });
+  const card = useClosing(!!query.span, () => choose(null), "header, .status");
   const wanted = useMemo(() => finder(query.find || "", run.about.plan), [run, query.find]);
   const matches = useMemo(() => (wanted ? made.order.filter(wanted) : []), [made, wanted]);
   const [tip, setTip] = useState(null);
@@ -67,7 +82,29 @@ export function Timeline({ run, query }) {
     return () => { observer.disconnect(); theme.disconnect(); };
   }, []);
 
-  const move = (start, end) => { setFollow(false); setView(bounded([start, end], run.clock)); };
+  const later = useRef({}); // the view is written to the address once it rests; `wrote` is the last one that was
+  const write = (from, to) => {
+    clearTimeout(later.current.timer);
+    later.current.timer = setTimeout(() => { later.current.wrote = `${from} ${to}`; go({ from, to }, { keep: true }); }, REST_MS);
+  };
+  useEffect(() => () => clearTimeout(later.current.timer), []);
+  useEffect(() => {
+    const there = named(run, query);
+    if (there && later.current.wrote !== `${query.from} ${query.to}`) { setFollow(false); setView(there); }
+    later.current.wrote = `${query.from} ${query.to}`;
+  }, [query.from, query.to]);
+  const move = (start, end) => {
+    const next = bounded([start, end], run.clock);
+    setFollow(false);
+    setView(next);
+    write(...next.map((at) => at.toFixed(6)));
+  };
+  const newest = () => {
+    if (!run.live) { move(...latest(run)); return; }
+    setView(latest(run));
+    setFollow(true);
+    write("", ""); // the view moves on
+  };
   const zoom = (factor, at = (shown[0] + shown[1]) / 2) => move(at - (at - shown[0]) * factor, at + (shown[1] - at) * factor);
   const pan = (share) => move(shown[0] + share * (shown[1] - shown[0]), shown[1] + share * (shown[1] - shown[0]));
   const all = () => move(0, Math.max(run.clock, 1));
@@ -85,7 +122,7 @@ export function Timeline({ run, query }) {
   };
   const keys = {
     ArrowLeft: () => pan(-0.15), ArrowRight: () => pan(0.15), "+": () => zoom(0.7), "=": () => zoom(0.7), "-": () => zoom(1.4),
-    Home: all, End: () => { setView(latest(run)); setFollow(run.live); }, "[": () => step(-1), "]": () => step(1),
+    Home: all, End: newest, "[": () => step(-1), "]": () => step(1),
   };
   const press = (event) => {
     if (!(event.key in keys) || event.ctrlKey || event.metaKey) return;
@@ -133,14 +170,14 @@ export function Timeline({ run, query }) {
   });
 
   return html`
-    <section class="card" aria-label="Timeline">
+    <section class="card" aria-label="Timeline" ref=${card}>
       <div class="toolbar"><h2>Timeline</h2>
         <label class="sr" for="seek">Find a stage or a sample</label>
         <input id="seek" class="button" type="search" placeholder="stage or sample" value=${query.find || ""} onInput=${(event) => go({ find: event.target.value, span: "" }, { keep: true })}
           onKeyDown=${(event) => event.key === "Enter" && step(event.shiftKey ? -1 : 1)} />
         ${wanted && html`<span class="small dim" role="status">${plural(matches.length, "task")}${matches.length ? "; Enter goes to the next" : ""}</span>`}<span class="grow"></span>
-        ${run.live && html`<button class="button" aria-pressed=${follow} onClick=${() => { if (!follow) setView(latest(run)); setFollow(!follow); }}>Follow</button>`}
-        <button class="button" onClick=${() => { setView(latest(run)); setFollow(run.live); }}>Last steps</button>
+        ${run.live && html`<button class="button" aria-pressed=${follow} onClick=${() => (follow ? setFollow(false) : newest())}>Follow</button>`}
+        <button class="button" onClick=${newest}>Last steps</button>
         <button class="button" onClick=${all}>Whole run</button>
         <button class="button icon" onClick=${() => zoom(0.6)} aria-label="Zoom in">+</button>
         <button class="button icon" onClick=${() => zoom(1.6)} aria-label="Zoom out">−</button></div>

@@ -1,6 +1,6 @@
 // Shared by all pages: number formats, stage colors, small components.
 
-import { html, useState, useEffect } from "./vendor/preact-htm.js";
+import { html, useErrorBoundary, useEffect, useLayoutEffect, useRef, useState } from "./vendor/preact-htm.js";
 
 export { html, render, useState, useEffect, useRef, useMemo, useLayoutEffect } from "./vendor/preact-htm.js";
 
@@ -8,6 +8,7 @@ export const COLOURS = 10;
 
 export function number(value, digits = 3) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
+  if (typeof value !== "number") return String(value);
   if (!Number.isFinite(value)) return value > 0 ? "∞" : "-∞";
   const size = Math.abs(value);
   if (size !== 0 && (size < 1e-3 || size >= 1e7)) return value.toExponential(2);
@@ -53,6 +54,15 @@ export const Swatch = ({ colour }) => html`<span class="swatch" style=${{ backgr
 export const Card = ({ title, children, label }) =>
   html`<section class="card" aria-label=${label || title}>${title && html`<h2>${title}</h2>`}${children}</section>`;
 
+// Shows the error of a page that cannot be drawn in its place, until the address changes.
+export function Boundary({ at, children }) {
+  const [error] = useErrorBoundary();
+  const last = useRef({});
+  if (error && last.current.error !== error) last.current = { error, at };
+  if (last.current.at !== at) last.current.at = null;
+  return last.current.at ? html`<div class="alert" role="alert">This page cannot be drawn: ${String(error.message || error)}</div>` : children;
+}
+
 export const Empty = ({ children }) => html`<div class="empty">${children}</div>`;
 
 export function Copy({ text }) {
@@ -64,6 +74,21 @@ export function Copy({ text }) {
   };
   return html`<div class="command"><code>${text}</code>
     <button class="button quiet icon small" onClick=${copy} aria-label=${`Copy: ${text}`}>${done ? "Copied" : "Copy"}</button></div>`;
+}
+
+// Calls close() at Esc and at a click outside the element of the returned ref, while `open`. `keeps` selects what else
+// may be clicked.
+export function useClosing(open, close, keeps = "") {
+  const inside = useRef(null);
+  useLayoutEffect(() => { // before the next key or click
+    if (!open) return undefined;
+    const press = (event) => event.key === "Escape" && close();
+    const point = (event) => inside.current && !inside.current.contains(event.target) && !(keeps && event.target.closest(keeps)) && close();
+    document.addEventListener("keydown", press);
+    document.addEventListener("pointerdown", point);
+    return () => { document.removeEventListener("keydown", press); document.removeEventListener("pointerdown", point); };
+  });
+  return inside;
 }
 
 // The result of `load` as {value, error}, loaded again whenever `when` changes.
