@@ -40,6 +40,7 @@ from pipeline.data_plane.kept import kept_samples
 from pipeline.errors import GraphError, Problem
 from pipeline.precedence import typed
 from pipeline.record.runs import consistent, open_run
+from pipeline.web.offline import offline
 from pipeline.writing import whole
 
 __all__ = ["kept_samples", "main", "metrics_csv", "perfetto", "spans_csv", "tables"]
@@ -75,8 +76,6 @@ def _main(argv: list[str]) -> int:
         raise GraphError(*problems)
     with consistent(run):
         if options.html:
-            from pipeline.web.offline import offline  # runs import this module, and no view
-
             _write(Path(options.html), map(str.encode, offline(run)), f"--html {options.html}")
         if options.perfetto:
             _write(Path(options.perfetto), map(str.encode, perfetto(run)), f"--perfetto {options.perfetto}")
