@@ -267,7 +267,7 @@ def all_boxes(folder: Path) -> None:
         shards.box(name, (1,), (slice(0, 1),))
 
 
-ROWS = [{"prompt": f"{n}+1=", "answer": str(n + 1), "level": {"is": n}} for n in range(30)]
+ROWS = [{"prompt": f"r{n}>", "answer": str(n + 1), "level": {"is": n}} for n in range(30)]
 
 
 @pytest.fixture(scope="module")

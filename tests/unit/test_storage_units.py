@@ -160,7 +160,7 @@ def test_a_run_reserves_them_before_it_places_a_worker(monkeypatch, cpus):
         reserve=lambda bundles: done.append(len(bundles)), place=lambda *_: done.append("place") or 1 / 0
     )
     monkeypatch.setattr(subject.RayExecutor, "store", None)
-    monkeypatch.setattr(executor._connection, "open", lambda cpus, folders: None)
+    monkeypatch.setattr(executor._connection, "open", lambda cpus, folders, log: None)
     monkeypatch.setattr(subject.ray, "nodes", lambda: nodes(a=cpus))
     monkeypatch.setattr(subject.ray.util, "get_node_ip_address", lambda: "node-a")
     settings = WorkerSettings(partition="toy", parts={}, group_size=2, steps=1, seed=0, run_dir=None)
