@@ -33,7 +33,7 @@ from stages.model_shape import length_problems
 from stages.prompt_lengths import prompt_problems
 from stages.scoring import AsyncCalls, RewardFunction, Scorer, fields_of, name_of
 from stages.sources import Dataset
-from stages.sources.columns import Extra, column_problems, extra_columns, own_columns, template_problems
+from stages.sources.columns import Extra, column_problems, extra_columns, extra_entries, own_columns, template_problems
 from stages.sources.dataset import dataset_problems
 from stages.sources.draws import open_rows, source_problems
 from stages.sources.schema import Schema
@@ -103,7 +103,7 @@ class Evaluate(Stage):
     per = "batch"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "extra", typed_columns(self.source, self._extra(), ()))
+        object.__setattr__(self, "extra", typed_columns(self.source, extra_entries(self.extra), ()))
 
     @property
     def uses(self) -> tuple[Model, ...]:
@@ -202,7 +202,7 @@ class Evaluate(Stage):
                     fix=f"{name}={name!r}",
                 )
         own = own_columns(self.prompt, self.answer, self.template, self.images)
-        yield from column_problems(own, self._extra(), self._taken(), where)
+        yield from column_problems(own, extra_entries(self.extra), self._taken(), where)
         if (self.images is not None) != bool(images.fields_of(self.model)):
             yield Problem(
                 where=where,
@@ -326,7 +326,7 @@ class Evaluate(Stage):
         return Schema(
             prompt=self.prompt,
             answer=self.answer,
-            extra=extra_columns(self._extra(), self._taken()),
+            extra=extra_columns(extra_entries(self.extra), self._taken()),
             template=self.template,
             chat=self.chat,
             system=self.system,
@@ -336,9 +336,6 @@ class Evaluate(Stage):
     def _taken(self) -> list[str]:
         """Names of the fields other than extra columns."""
         return [made.name for made in Schema(chat=self.chat, images=self.images).fields]
-
-    def _extra(self) -> tuple[Extra, ...]:
-        return (self.extra,) if isinstance(self.extra, str | Field) else tuple(self.extra)
 
     def _rewards(self) -> tuple[RewardFunction, ...]:
         return (self.reward,) if callable(self.reward) else tuple(self.reward)

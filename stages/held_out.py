@@ -95,5 +95,4 @@ def _fix(unknown: Sequence[str], otherwise: str, *, columns: bool) -> str:
     """How to bring these columns along."""
     if not columns or any(made.name in unknown for made in OF_EPISODES):  # of rows that are no episodes
         return f"use {otherwise}"
-    named = f"{', '.join(map(repr, unknown))}{',' * (len(unknown) == 1)}"
-    return f"Evaluate(..., extra=({named})) if the data has that, or {otherwise}"
+    return f"Evaluate(..., extra={tuple(unknown)!r}) if the data has that, or {otherwise}"

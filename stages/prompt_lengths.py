@@ -6,7 +6,7 @@ Prompts with a chat template have more tokens than are counted. Knows no torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
@@ -26,12 +26,20 @@ def prompt_problems(model: Model, source: Any, layout: Schema, max_tokens: Any, 
     """Yield, among the rows that a check reads, the first prompt with characters that the model's alphabet lacks, and
     the longest one, if it and `max_tokens` are more than the model has positions. The rows, the model and `max_tokens`
     are checked apart."""
-    yield from _unknown_problems(model, source, layout)
+    if layout.images is not None:
+        return
     most = positions(known_config(model))
-    if most is None or not is_whole(max_tokens, 1) or max_tokens >= most or layout.images is not None:
+    is_bounded = most is not None and is_whole(max_tokens, 1) and max_tokens < most
+    alphabet = model.alphabet if model.config is not None and model.alphabet != "bytes" else None
+    if not (is_bounded or isinstance(alphabet, str)):
+        return
+    prompts = list(_prompts(source, layout))
+    if isinstance(alphabet, str):
+        yield from _unknown_problems(alphabet, prompts)
+    if most is None or not is_bounded:
         return
     room = most - max_tokens
-    texts = [(len(text.encode(errors="replace")), where, text) for where, text in _prompts(source, layout)]
+    texts = [(len(text.encode(errors="replace")), where, text) for where, text in prompts]
     doubtful = sorted((each for each in texts if each[0] > room), reverse=True)[:LOOKED_AT]
     count = _counting(model) if doubtful else None
     if count is None:
@@ -46,11 +54,9 @@ def prompt_problems(model: Model, source: Any, layout: Schema, max_tokens: Any, 
         )
 
 
-def _unknown_problems(model: Model, source: Any, layout: Schema) -> Iterator[Problem]:
-    alphabet = model.alphabet
-    if model.config is None or alphabet == "bytes" or not isinstance(alphabet, str) or layout.images is not None:
-        return
-    lacking = {where: unknown for where, text in _prompts(source, layout) if (unknown := set(text) - set(alphabet))}
+def _unknown_problems(alphabet: str, prompts: Iterable[tuple[str, str]]) -> Iterator[Problem]:
+    """Yield the first prompt with characters outside the alphabet; the fix has those of all of them."""
+    lacking = {where: unknown for where, text in prompts if (unknown := set(text) - set(alphabet))}
     for where, unknown in islice(lacking.items(), 1):
         every = "".join(sorted(set().union(*lacking.values())))
         yield Problem(

@@ -21,7 +21,15 @@ from pipeline import Field, Output, Stage, StageContext, Task
 from pipeline.declare.columns import Columns
 from pipeline.declare.parameters import Rule, broken, is_whole, truth
 from pipeline.errors import Problem, kind_of
-from stages.sources.columns import Extra, column_problems, entry_name, extra_columns, own_columns, template_problems
+from stages.sources.columns import (
+    Extra,
+    column_problems,
+    entry_name,
+    extra_columns,
+    extra_entries,
+    own_columns,
+    template_problems,
+)
 from stages.sources.dataset import Dataset, dataset_problems
 from stages.sources.draws import columns_read, open_source, source_problems
 from stages.sources.mixture import Mixture
@@ -96,7 +104,7 @@ class Prompts(Stage):
     per = "group"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "extra", typed_columns(self.source, self._extra(), self._as_text()))
+        object.__setattr__(self, "extra", typed_columns(self.source, extra_entries(self.extra), self._as_text()))
         named = (DATASET,) if self._named() else ()
         object.__setattr__(self, "writes", (*self.layout.fields, *named))
 
@@ -149,7 +157,7 @@ class Prompts(Stage):
                 return
         if self.template is not None:
             yield from template_problems(self.template, self.prompt, where)
-        yield from column_problems(own, self._extra(), self._taken(), where)
+        yield from column_problems(own, extra_entries(self.extra), self._taken(), where)
 
     def _source_problems(self, where: str) -> Iterator[Problem]:
         source = self.source
@@ -166,7 +174,7 @@ class Prompts(Stage):
                 if isinstance(source, list | tuple)
                 else 'write Prompts(Generated("reverse")) or Prompts("train.jsonl")',
             )
-        columns = [self.prompt, self.answer, *map(entry_name, self._extra())]
+        columns = [self.prompt, self.answer, *map(entry_name, extra_entries(self.extra))]
         columns += [] if self.images is None else [self.images]
         if isinstance(source, Generated) and columns != ["prompt", "answer"]:
             yield Problem(
@@ -207,7 +215,7 @@ class Prompts(Stage):
         return Schema(
             prompt=self.prompt,
             answer=self.answer,
-            extra=extra_columns(self._extra(), self._taken()),
+            extra=extra_columns(extra_entries(self.extra), self._taken()),
             template=self.template,
             chat=self.chat,
             system=self.system,
@@ -223,9 +231,6 @@ class Prompts(Stage):
     def _named(self) -> bool:
         """Whether to write the name of each prompt's source."""
         return isinstance(self.source, Mixture) or (isinstance(self.source, Dataset) and self.source.name is not None)
-
-    def _extra(self) -> tuple[Extra, ...]:
-        return (self.extra,) if isinstance(self.extra, str | Field) else tuple(self.extra)
 
     def _as_text(self) -> tuple[str, ...]:
         return (self.as_text,) if isinstance(self.as_text, str) else tuple(self.as_text)

@@ -31,6 +31,7 @@ from pipeline.errors import GraphError, Problem, SluiceError, as_os_error, user_
 from pipeline.executors import returned
 from pipeline.plan.planner import sample_fields, with_samples
 from pipeline.precedence import for_another_python
+from pipeline.rundir import RUNS, RunDir
 
 
 def save_inputs(folder: Path, task: Task, columns: Columns) -> None:
@@ -101,7 +102,7 @@ def load_inputs(folder: Path) -> tuple[Task, Columns]:
 def _nearest(folder: Path) -> str:
     """What to type instead of a folder without inputs: the newest one that has some, of a run there or in runs/."""
     near = [folder.glob("*/task.json"), folder.glob("failures/*/task.json"), folder.parent.glob("*/task.json")]
-    found = [*itertools.chain(*near)] or [*Path("runs").glob("*/failures/*/task.json")]
+    found = [*itertools.chain(*near)] or [*Path(RUNS).glob("*/failures/*/task.json")]
     if not found:
         return "name a folder in failures/ of a run; neither this one nor runs/ has any"
     return f"--replay {shlex.quote(str(max(found, key=lambda file: file.stat().st_mtime).parent))}"
@@ -120,7 +121,7 @@ def run_again(graph: Graph, folder: Path, task: Task, columns: Columns) -> Outpu
                 where=f"--replay {folder}",
                 what=f"stage {task.stage!r} cannot be run on its own",
                 why="it is not in this graph" if stage is None else f"its shape is {stage.shape!r}",
-                fix=f"use the graph file of that run, {folder.parent.parent / 'graph.py'}"
+                fix=f"use the graph file of that run, {RunDir(folder.parent.parent).graph}"
                 if stage is None
                 else "run the graph again",
             )

@@ -179,8 +179,7 @@ def _way_to(field: Field, stage: Stage, written: Mapping[str, Sequence[tuple[Sta
     add = f"add a stage that writes {field.name!r}"
     if field.dims == "N":
         lacking = [one.name for one in stage.reads if one.name not in written and one.dims == "N" and not one.hint]
-        columns = f"{', '.join(map(repr, lacking))}{',' * (len(lacking) == 1)}"
-        add += f", or, if it is a column of the data, Prompts(..., extra=({columns}))"
+        add += f", or, if it is a column of the data, Prompts(..., extra={tuple(lacking)!r})"
     if near:
         return f"did you mean {near[0]!r}? If not, {add}"
     samples = sorted(name for name in others if not written[name][0][1].per_step)

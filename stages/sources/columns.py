@@ -20,6 +20,11 @@ from stages.vocabulary import ANSWER, IMAGES, PROMPT
 Extra: TypeAlias = "str | Field | tuple[str, str | Field]"
 
 
+def extra_entries(extra: Extra | Sequence[Extra]) -> tuple[Extra, ...]:
+    """The entries of `extra`, of which a single one needs no tuple."""
+    return (extra,) if isinstance(extra, str | Field) else tuple(extra)
+
+
 def extra_column(entry: object) -> tuple[str, Field] | str:
     """The column and the field of an entry of `extra`, or why the entry is invalid."""
     column, made = entry if isinstance(entry, tuple) and len(entry) == 2 else (entry, entry)

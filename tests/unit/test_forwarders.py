@@ -251,7 +251,7 @@ def test_a_step_has_the_time_at_which_it_ended(tmp_path, monkeypatch):
     happened(tmp_path, step_ended(4, again_s + 40.0, again_s - 7.0), mode="ab")
     assert timed(times, 5) == [(4, 3640.0)] and timed(times, 1, last=True) == [(5, 3640.0), (1, 10.0)]
     happened(tmp_path, began(0, BEGAN_S), step_ended(0, BEGAN_S + 1.0))
-    assert timed(times, 1) == [] and timed(times, 0) == [(1, 1.0), (0, 1.0)]  # the run began anew
+    assert timed(times, 1) == [] and timed(times, 0) == [(1, 1.0), (0, 1.0)]  # the run began again
     happened(tmp_path, step_ended(2, 1.5e308), mode="ab")  # damaged
     assert timed(times, 2) == [(2, LARGEST_S - BEGAN_S)]
 
