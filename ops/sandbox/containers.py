@@ -46,6 +46,8 @@ class Containers:
     image    that the machine has; it is never fetched
     client   the command that runs containers, with options of its own
     options  more of `run`, as for another runtime
+
+    The client works in an empty folder of its own, where podman leaves files: paths in what it is given are absolute.
     """
 
     image: str
@@ -86,19 +88,24 @@ class ContainerSandbox:
         does not start, or cannot be removed, and ValueError for a command that is none."""
         refuse(call_problems(command, files or {}, stdin))
         begun_s = time.monotonic()
-        if shutil.which(self.containers.client[0]) is None:
+        if (program := shutil.which(self.containers.client[0])) is None:
             raise SandboxError(f"this machine has no command {self.containers.client[0]!r}")
         name, mark = f"sluice-{secrets.token_hex(8)}", secrets.token_hex(16)
         reading, living = os.pipe()
-        with tempfile.TemporaryFile() as script, os.fdopen(living, "wb") as lifeline, os.fdopen(reading, "rb") as ends:
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            tempfile.TemporaryFile() as script,
+            os.fdopen(living, "wb") as lifeline,
+            os.fdopen(reading, "rb") as ends,
+        ):
             script.write(script_of(command, files or {}, stdin, mark, self.limits).encode())
             script.seek(0)
-            client = self.containers.client
+            client = os.path.abspath(program), *self.containers.client[1:]
             process = subprocess.Popen(
                 [sys.executable, "-I", "-S", str(_OUTSIDE), str(reading), name, str(len(client)), *client,
                  *self._arguments(name)],
                 pass_fds=[reading], stdin=script, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                start_new_session=True,
+                start_new_session=True, cwd=folder,
             )  # fmt: skip
             ends.close()
             try:

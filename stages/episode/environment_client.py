@@ -96,8 +96,8 @@ class Link:
             pass
         finally:
             self.is_lost = True
-            for made in self._waiting.values():
-                self._fail(made)
+            while self._waiting:
+                self._fail(self._waiting.popitem()[1])
 
     async def _connected(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """Try until the worker, or one that has taken its place, answers."""

@@ -328,6 +328,16 @@ def test_calls_that_are_not_wanted_before_there_is_a_connection_are_not_made(tmp
             assert opened_and_closed(mark) == (["a"], [])
 
 
+def test_a_worker_that_was_never_reached_fails_every_call_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The call that waited, and what its episode asks later: a turn, and to be closed."""
+    monkeypatch.setattr(environment_client, "REACH_S", 0.5)
+    with server(Echo()) as (_, address), client(Echo(), [replace_key(address)]) as there:
+        place = there.place()
+        for method in ("open", "turn", "close"):
+            with pytest.raises(PlaceLostError):
+                place.start(method, 0, 20.0, **(ROW if method == "open" else {})).result(5.0)
+
+
 def test_episodes_of_a_worker_that_dies_go_on_elsewhere() -> None:
     """In the middle of a turn: with the same bits, and without a process of their own. Where no run has started the
     group, as when one episode is played again, its processes are beside the worker."""

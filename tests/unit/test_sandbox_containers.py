@@ -137,7 +137,10 @@ def test_a_program_reaches_nothing_outside(sandbox: ContainerSandbox, monkeypatc
     assert ran == SandboxRun(code=0, output=said, error="")
 
 
-def test_what_a_program_uses_is_limited(sandbox: ContainerSandbox) -> None:
+def test_what_a_program_uses_is_limited(
+    sandbox: ContainerSandbox, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
     forks = python(sandbox, "import os, time\nfor n in range(99): os.fork() or time.sleep(9)")
     assert "BlockingIOError" in forks.error and not forks.why
     together = (
@@ -145,6 +148,7 @@ def test_what_a_program_uses_is_limited(sandbox: ContainerSandbox) -> None:
         "os.write(1, b'held ')\ntime.sleep(5)\n"
     )
     assert python(sandbox, together).output.count("held") < 8, "eight times 100 MiB"
+    assert list(tmp_path.iterdir()) == [], "podman writes a file where its client works"
     wrote = python(sandbox, "while True: print('x' * 999)")
     assert wrote.why == "output" and len(wrote.output) == SMALL.output_bytes
 
