@@ -27,7 +27,7 @@ from pipeline.declare.task import ServerAddress
 from pipeline.declare.times import ENVIRONMENT, PROCESS, WORKER, SampleTimes
 from stages.episode.admission import ADMISSION_S, enter, keep_alive
 from stages.episode.environment import Environment
-from stages.episode.frames import SentAnswer, SentCall, frames, send_frame
+from stages.episode.frames import SentAnswer, SentCall, close_stream, frames, send_frame
 from stages.episode.loop_thread import LoopThread
 from stages.episode.processes import EnvironmentFailedError, PlaceLostError, frame_of, not_loaded
 
@@ -91,7 +91,7 @@ class Link:
                 async for answer in frames(reader, SentAnswer):
                     self._take(answer)
             finally:
-                writer.close()
+                close_stream(writer)
         except TimeoutError:
             pass
         finally:
@@ -111,7 +111,7 @@ class Link:
                     keep_alive(writer)
                     return reader, writer
                 except BaseException:
-                    writer.close()
+                    close_stream(writer)
                     raise
             except (OSError, asyncio.IncompleteReadError):
                 self.is_doubtful = True

@@ -19,7 +19,7 @@ from pipeline import StageError
 from pipeline.declare.task import ServerAddress
 from pipeline.declare.times import ENVIRONMENT, SampleTimes
 from stages.episode.admission import admits, keep_alive, new_key
-from stages.episode.frames import SentAnswer, SentCall, frames, send
+from stages.episode.frames import SentAnswer, SentCall, close_stream, frames, send
 from stages.episode.processes import EnvironmentFailedError, EnvironmentProcess, Processes
 
 END_S = 10.0  # to begin to listen, to end that, and for an environment to close that nobody waits for
@@ -56,7 +56,7 @@ class EnvironmentServer:
             pass  # it did not know how to enter, or this is the end
         finally:
             guest.leave()
-            writer.close()
+            close_stream(writer)
 
 
 @dataclass

@@ -105,6 +105,18 @@ def send_frame(writer: asyncio.StreamWriter, frame: bytes) -> None:
         writer.write(frame)
 
 
+def close_stream(writer: asyncio.StreamWriter) -> None:
+    """Close a connection, in its loop. If the other end has reset it, that is no error: unseen, it may be reported when
+    its objects are collected, in the middle of anything."""
+    writer.close()
+    asyncio.ensure_future(_closed(writer))  # noqa: RUF006 - its connection holds it
+
+
+async def _closed(writer: asyncio.StreamWriter) -> None:
+    with suppress(OSError):
+        await writer.wait_closed()
+
+
 async def frames(reader: asyncio.StreamReader, kind: Any) -> AsyncIterator[Any]:
     """Yield the messages, of this type, that come from the other end, until it closes the connection."""
     with suppress(asyncio.IncompleteReadError, OSError):

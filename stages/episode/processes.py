@@ -29,7 +29,16 @@ from pipeline.errors import Problem
 from stages.episode import children
 from stages.episode.companion import companion, import_path
 from stages.episode.environment import METHODS, Environment, plain_methods
-from stages.episode.frames import HostAnswer, HostCall, Opening, UnsendableError, framed, frames, send_frame
+from stages.episode.frames import (
+    HostAnswer,
+    HostCall,
+    Opening,
+    UnsendableError,
+    close_stream,
+    framed,
+    frames,
+    send_frame,
+)
 from stages.episode.host import NOT_LOADED, READY
 from stages.episode.loop_thread import LoopThread
 from stages.pickling import pickled
@@ -173,7 +182,7 @@ class EnvironmentProcess:
         self.kill()
         starting.cancel()
         self._processes.forget(self)
-        self._writer.close()
+        close_stream(self._writer)
         self._lose()
 
     def _take(self, answer: HostAnswer) -> None:

@@ -7,6 +7,7 @@ import gc
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -26,6 +27,7 @@ from pipeline.plan.planner import plan
 from pipeline.record import trace
 from stages import Evaluate, Generated, Reply
 from stages.episode import environment_client, environment_server, processes
+from stages.episode.admission import admits
 from stages.episode.attempts import Attempts, EpisodeLostError
 from stages.episode.environment_client import ServedEnvironments
 from stages.episode.environment_server import EnvironmentServer
@@ -209,6 +211,40 @@ def test_only_who_knows_the_key_is_served() -> None:
     asked: list[bytes] = []
     asyncio.run(run())
     assert set(asked) == {b""}
+
+
+def test_a_reset_is_reported_nowhere(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """By either end, before it knows the other one and after. asyncio's streams hide a reset that nobody has seen, but
+    only if they are collected before their futures."""
+    monkeypatch.delattr(asyncio.StreamReaderProtocol, "__del__")
+    known: list[bool] = []
+
+    async def resets(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        known.append(len(known) > 0 and await admits(bytes(32), reader, writer))
+        reset(writer.get_extra_info("socket"))
+        writer.transport.abort()
+
+    async def run() -> None:
+        listening = await asyncio.start_server(resets, HERE, 0)
+        here = ServerAddress(host=HERE, port=listening.sockets[0].getsockname()[1], key=bytes(32))
+        with client(Echo(), [here]) as made, pytest.raises(PlaceLostError):
+            await asyncio.wrap_future(made.place().start("open", 0, 20.0, **ROW))
+        listening.close()
+
+    asyncio.run(run())
+    assert known == [False, True]
+    with server(Echo()) as (made, address):
+        with socket.create_connection((HERE, address.port)) as silent:
+            assert len(silent.recv(64)) == 32
+            reset(silent)
+        until(lambda: "_serve" not in str(asyncio.all_tasks(made._processes.loop._loop)))
+    gc.collect()
+    assert "never retrieved" not in caplog.text
+
+
+def reset(connection: socket.socket) -> None:
+    """Let a connection end with a reset once it is closed."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
 
 def replace_key(address: ServerAddress) -> ServerAddress:

@@ -27,7 +27,7 @@ from stages.episode.endpoint.keeper import EndCommand, EndedCommand, StartComman
 from stages.episode.endpoint.server import HOST, MODEL, EndpointServer
 from stages.episode.endpoint.session import CommandEnded, NextRequest, Session
 from stages.episode.environment import Reply
-from stages.episode.frames import HostAnswer, UnsendableError, frames, send
+from stages.episode.frames import HostAnswer, UnsendableError, close_stream, frames, send
 from stages.episode.host import finite, is_end
 from stages.episode.loop_thread import LoopThread
 from stages.episode.processes import EnvironmentFailedError
@@ -186,7 +186,7 @@ class Commands:
     async def _end(self) -> None:
         if self._keeper is not None and self._serving is not None:
             process, writer = self._keeper
-            writer.close()  # which ends the keeper, and it the commands
+            close_stream(writer)  # which ends the keeper, and it the commands
             try:
                 await asyncio.to_thread(process.wait, CLOSE_S)
             except subprocess.TimeoutExpired:
@@ -225,7 +225,7 @@ class Commands:
         for number in list(self._running):
             self._has_ended(number, CommandEnded(-9))
         if keeper is not None:
-            keeper[1].close()
+            close_stream(keeper[1])
             keeper[0].poll()
 
     def _has_ended(self, number: int, event: CommandEnded) -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 import msgspec
 
 from stages.episode import children
-from stages.episode.frames import frames, send
+from stages.episode.frames import close_stream, frames, send
 
 SHOWN = 1 << 16  # last bytes of what a command printed
 NOT_STARTED = 127  # the code of a command that could not be started, as in a shell
@@ -69,6 +69,7 @@ class CommandKeeper:
                 self._start(asked)
             else:
                 self._end(asked)
+        close_stream(self._writer)
 
     def _start(self, asked: StartCommand) -> None:
         place = self._folder / str(asked.number)
