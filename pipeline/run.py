@@ -118,7 +118,7 @@ def _main(argv: list[str]) -> int:
         defaults = {flag.name: flag.default for flag in file.flags}
         values = defaults | (record.args if record else {}) | given
         gpus = gpus_of(options)
-        with together_with(_flag_problems(options, here)), fixed_by_flags(file.flags, given):
+        with together_with(_flag_problems(options, here)), fixed_by_flags(file.flags, given, values):
             with elsewhere() if gpus and options.plan else nullcontext():
                 own = {name: value for name, value in values.items() if name in defaults}
                 if gpus and not record:

@@ -42,6 +42,7 @@ from pipeline.errors import GraphError, Problem
 _TYPES = {int: "INT", float: "FLOAT", str: "TEXT", bool: "BOOL"}
 _READS: dict[type, Callable[[str], Any]] = {int: whole, float: number, str: str, bool: truth}
 _ASSIGNED = re.compile(r"""(\w+)=(-?\d[\d.]*(?:e[+-]?\d+)?|'[^']*'|"[^"]*"|True|False|None)(?=[ ,]|$)""")
+_QUOTED = re.compile("'([^']+)'")
 _KNOWN_TYPES = "int, float, str, bool, a Literal of one of them, or one of them | None"
 
 
@@ -152,13 +153,25 @@ def as_flag(problem: Problem, flags: Iterable[Flag], given: Container[str]) -> P
     return structs.replace(problem, fix=words + problem.fix[found.end() :])
 
 
+def named_by_flag(problem: Problem, flags: Iterable[Flag], values: Mapping[str, Any]) -> Problem:
+    """Return a problem that says first the text of one parameter of graph(), or a path below it, with that flag."""
+    said = found[1] if (found := _QUOTED.search(problem.what)) else ""
+    for flag in flags:
+        value = values[flag.name]
+        if flag.type is str and value and not flag.choices and f"{said}/".startswith(f"{value.rstrip('/')}/"):
+            return structs.replace(problem, where=f"{problem.where} ({flag.option})")
+    return problem
+
+
 @contextmanager
-def fixed_by_flags(flags: Iterable[Flag], given: Container[str]) -> Iterator[None]:
-    """Raise the GraphError of this block, which builds and checks a graph with flags, with fixes that are flags."""
+def fixed_by_flags(flags: Iterable[Flag], given: Container[str], values: Mapping[str, Any]) -> Iterator[None]:
+    """Raise the GraphError of this block, which builds and checks a graph with flags, with the flags of what is wrong,
+    and with fixes that are flags."""
     try:
         yield
     except GraphError as error:
-        raise type(error)(*(as_flag(problem, flags, given) for problem in error.problems)) from error
+        named = (named_by_flag(problem, flags, values) for problem in error.problems)
+        raise type(error)(*(as_flag(problem, flags, given) for problem in named)) from error
 
 
 def flags_of(path: Path, function: Callable[..., Graph]) -> tuple[Flag, ...]:

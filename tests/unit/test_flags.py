@@ -1,12 +1,14 @@
 """Command-line flags: switches, help lines, and error messages for mistakes."""
 
 import re
+from dataclasses import replace
 
+import msgspec
 import pytest
 
 from pipeline import GraphError, analyse, export, forward, run, simulate, view
 from pipeline.cli.command import Parser, default_of, graph_named, number, one_of, whole
-from pipeline.cli.flags import add_flags, as_flag, spelled
+from pipeline.cli.flags import Flag, add_flags, as_flag, named_by_flag, spelled
 from pipeline.cli.load import load
 from pipeline.errors import Problem
 
@@ -117,6 +119,26 @@ def test_a_fix_is_a_flag_if_that_was_given(tmp_path, fix, expected):
     problem = Problem(where="here", what="it is wrong", why="it is", fix=fix)
     assert as_flag(problem, flags, {flag.name for flag in flags} | {"threads"}).fix == expected
     assert as_flag(problem, flags, {}) == problem
+
+
+@pytest.mark.parametrize(
+    ("what", "where"),
+    [
+        ("'train.jsonl' does not exist", "here (--data)"),
+        ("'folder/a/train.jsonl' does not exist", "here (--folder)"),
+        ("the folder 'folder' has no config.json", "here (--folder)"),
+        ("'folders' does not exist, and 'folder' does", "here"),
+        ("the task 'sort' is unknown", "here"),
+        ("'' is no text", "here"),
+        ("train.jsonl does not exist", "here"),
+    ],
+)
+def test_a_problem_with_the_text_of_a_flag_names_it(what, where):
+    texts = {"data": "train.jsonl", "folder": "folder/", "task": "sort", "empty": "", "none": None, "steps": 3}
+    flags = [Flag(name=name, type=int if name == "steps" else str, default="x") for name in texts]
+    flags[2] = replace(flags[2], choices=("sort", "reverse"))
+    problem = Problem(where="here", what=what, why="it is", fix="write another")
+    assert named_by_flag(problem, flags, texts) == msgspec.structs.replace(problem, where=where)
 
 
 def test_each_parameter_has_a_line_of_its_own_and_defaults_are_in_one_column(tmp_path, monkeypatch):

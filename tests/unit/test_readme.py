@@ -41,7 +41,7 @@ def test_the_graph_is_that_of_the_page_for_newcomers():
 def test_the_errors_name_the_lines_of_the_recipe():
     lines = (ROOT / "graphs" / "grpo.py").read_text().splitlines()
     texts = README + page("running") + page("foretell")
-    found = re.findall(r"^graphs/grpo\.py:(\d+): (\S+)", texts, re.MULTILINE)
+    found = re.findall(r"^graphs/grpo\.py:(\d+)(?: \(--data\))?: (\S+)", texts, re.MULTILINE)
     assert len(found) == 7
     for number, what in found:
         assert ("Train(" if what in ("stage", "worker") else "Prompts(") in lines[int(number) - 1]
