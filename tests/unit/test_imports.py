@@ -1,6 +1,7 @@
 """Import rules: nothing heavy before a run starts, and packages import each other in one direction only."""
 
 import ast
+import functools
 import json
 import os
 import re
@@ -108,19 +109,21 @@ def test_checking_a_recipe_loads_nothing_heavy(recipe, tmp_path):
     assert loaded_after(f"from pipeline.run import main\nassert main({argv!r}) == 0") == []
 
 
+@functools.cache
 def imports(path, *, top_level):
-    """Yield the dotted names that a file imports, at top level only or anywhere, except under TYPE_CHECKING."""
+    """Return the dotted names that a file imports, at top level only or anywhere, except under TYPE_CHECKING."""
     tree = ast.parse(path.read_text())
     typed = [node for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)]
     skipped = {inner for node in typed for inner in ast.walk(node)}
-    nodes = tree.body if top_level else ast.walk(tree)
-    for node in nodes:
+    found = []
+    for node in tree.body if top_level else ast.walk(tree):
         if node in skipped:
             continue
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            found += [f"{node.module}.{alias.name}" for alias in node.names]
+    return found
 
 
 def files(*packages):
