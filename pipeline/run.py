@@ -199,6 +199,8 @@ def _flag_problems(options: argparse.Namespace, here: Path) -> list[Problem]:
         checks.append(partial(check_address, options.mirror, flag="--mirror"))
     if options.check or options.plan:  # a run makes the folder, and looks into it once nobody else can
         checks.append(partial(check_new, options.run_dir, here))
+        if options.mirror and options.run_dir:
+            checks.append(partial(check_apart, options.mirror, here / options.run_dir, flag="--mirror"))
     return [problem for check in checks for problem in refusals(check)]
 
 

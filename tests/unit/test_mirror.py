@@ -423,5 +423,6 @@ def test_a_mirror_in_the_runs_own_folder_is_refused(run: RunDir, tmp_path: Path,
 
 def test_a_run_that_would_be_its_own_mirror_does_not_start(tmp_path: Path) -> None:
     shutil.copyfile(tiny_graph.__file__, tmp_path / "graph.py")
-    code, _, err = command(tmp_path, *LOCAL, "--run-dir", "runs/mine", "--mirror", "runs")
-    assert code == 2 and err.startswith("--mirror runs: it is where the run is; ")
+    for flags in (["--check"], []):
+        code, _, err = command(tmp_path, *LOCAL, "--run-dir", "runs/mine", "--mirror", "runs", *flags)
+        assert code == 2 and err.startswith("--mirror runs: it is where the run is; ")
