@@ -85,6 +85,11 @@ class Shared(LoadScopeScheduling):
         return nodeid if module == SEEDS else module
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the pages: the last modules of a session are short, so that no process waits for another at its end."""
+    items.sort(key=lambda item: item.path.parent.name != "web")
+
+
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Shared:
     """Return the scheduler that pytest-xdist uses."""
     return Shared(config, log)

@@ -131,11 +131,17 @@ class Command(subprocess.Popen):
         assert status, "the forking process has ended"
         return self.pid, int.from_bytes(status, "little")
 
-    def _internal_poll(self, **_: Any) -> int | None:
+    def _internal_poll(self, _deadstate: int | None = None, **_: Any) -> int | None:
         if self.returncode is None:
-            pid, status = self._try_wait(os.WNOHANG)
-            if pid:
-                self._handle_exitstatus(status)
+            try:
+                pid, status = self._try_wait(os.WNOHANG)
+            except (OSError, AssertionError):
+                if _deadstate is None:
+                    raise
+                self.returncode = _deadstate  # of one that nobody holds any more, as Popen does
+            else:
+                if pid:
+                    self._handle_exitstatus(status)
         return self.returncode
 
 

@@ -18,7 +18,7 @@ from pipeline.rundir import RunDir
 from tests.errors.harness import REPOSITORY, live_text
 from tests.forked import Command
 
-WAIT_S = 30.0
+WAIT_S = 60.0
 SCORE = """import os, subprocess, sys, time
 
 def score(prompt: str, answer: str) -> float:
