@@ -86,7 +86,7 @@ class Shared(LoadScopeScheduling):
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the pages: the last modules of a session are short, so that no process waits for another at its end."""
+    """Begin with the pages: the last modules are short, so that at the end no process waits long for another."""
     items.sort(key=lambda item: item.path.parent.name != "web")
 
 
