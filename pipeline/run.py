@@ -251,6 +251,13 @@ def _run_in(run_dir: RunDir, asked: _Asked, services: Mapping[str, str], started
     options, planned = asked.options, asked.planned
     start = _begin(asked, run_dir)
     progress = console.Progress(planned, start, plain=options.plain)
+    if start == planned.steps:
+        from pipeline.record.runs import add_end
+
+        with beside(run_dir, services), mirrored(run_dir, options.mirror, progress.warn):
+            add_end(run_dir.events, start)
+        print(f"{planned.name}: all {start} steps were done; the end is recorded now in {asked.near(run_dir.path)}")
+        return 0
     steps = planned.steps - start
     print(
         f"{planned.name}: {steps} step{'s' * (steps != 1)} of {planned.batch} x {planned.group_size} samples; "
@@ -293,7 +300,8 @@ def _run_in(run_dir: RunDir, asked: _Asked, services: Mapping[str, str], started
 
 
 def _begin(asked: _Asked, run_dir: RunDir) -> int:
-    """Describe a new run on disk, or check the resumed one. Returns the number of finished steps."""
+    """Describe a new run on disk, or check the resumed one. Returns the number of finished steps: all of them of a run
+    that was killed before it recorded its end."""
     from pipeline.record import checkpoint
     from pipeline.record.runs import state_on_disk
 
@@ -304,9 +312,8 @@ def _begin(asked: _Asked, run_dir: RunDir) -> int:
             _, manifest, damaged = checkpoint.read(run_dir, step)
             console.print_problems(msgspec.structs.replace(problem, warning=True) for problem in damaged)
             start = manifest.steps
-            if step is None and start == asked.planned.steps and state_on_disk(run_dir.events) != "finished":
-                start = max((number for number in run_dir.checkpoint_steps() if number < start), default=0)
-        check_resume(run_dir, asked.record, asked.planned, seed, start, lasts="steps" in asked.values)
+        unended = step is None and start == asked.planned.steps and state_on_disk(run_dir.events) != "finished"
+        check_resume(run_dir, asked.record, asked.planned, seed, start, lasts="steps" in asked.values, unended=unended)
         if start:
             console.print_problems(cut_metrics(run_dir, start))
             later, aside = run_dir.set_aside_after(start) if step is not None else ([], run_dir.path)

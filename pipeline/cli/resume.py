@@ -119,8 +119,11 @@ def resume_step(text: str) -> int | None:
     return int(text)
 
 
-def check_resume(run_dir: RunDir, record: RunRecord, planned: Plan, seed: int, start: int, *, lasts: bool) -> None:
-    """Raise GraphError if `planned` does not continue the recorded run. `lasts`: its number of steps is a flag."""
+def check_resume(
+    run_dir: RunDir, record: RunRecord, planned: Plan, seed: int, start: int, *, lasts: bool, unended: bool
+) -> None:
+    """Raise GraphError if `planned` does not continue the recorded run. `lasts`: its number of steps is a flag.
+    `unended`: every step is done, and its end is left to record."""
     if record.graph != planned.name or record.seed != seed:
         raise GraphError(
             Problem(
@@ -130,7 +133,7 @@ def check_resume(run_dir: RunDir, record: RunRecord, planned: Plan, seed: int, s
                 fix="use the same graph and seed",
             )
         )
-    if start >= planned.steps:
+    if start >= planned.steps and not unended:
         raise GraphError(
             Problem(
                 where="--resume",

@@ -149,6 +149,7 @@ class Loop:
                 self.checkpoints.settle(self.scheduler.complete, wait=True)
             if self.scheduler.done:
                 self.journal.ended(self.rows.left())
+                self.journal.flush()  # what is left to end may take seconds, or fail
             else:
                 self.journal.interrupted()
             complete = True

@@ -9,9 +9,11 @@ connection.close()
 
 from __future__ import annotations
 
+import ctypes
 import os
 import secrets
 import signal
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -37,6 +39,8 @@ QUIET = {
     "AUTOSCALER_METRIC_PORT": "-1",
     "DASHBOARD_METRIC_PORT": "-1",
 }  # of a Ray of the run's own, unless the user has set them
+SIGACTION_BYTES = 1024  # more than libc's struct sigaction has
+PUT_BACK_S = 0.01
 
 
 def _append(log: Path, data: Mapping[str, Any], ignore_prefix: bool = False) -> None:
@@ -136,7 +140,8 @@ class Connection:
     def shut_down(self) -> None:
         """Disconnect this process, if `open` has connected it."""
         if self.is_open:
-            ray.shutdown()
+            with _handler_put_back(signal.SIGTERM):
+                ray.shutdown()
             self.is_open = False
 
     def close(self) -> None:
@@ -146,6 +151,27 @@ class Connection:
             self._keeper = None
         if self._lifeline:
             self._lifeline.close()
+
+
+@contextmanager
+def _handler_put_back(number: int) -> Iterator[None]:
+    """Keep the handler of a signal, which Ray removes in C a second or more before `ray.shutdown` returns. Within the
+    block only C can put it back: a thread does, again and again."""
+    libc, kept, over = ctypes.CDLL(None), ctypes.create_string_buffer(SIGACTION_BYTES), threading.Event()
+    libc.sigaction(number, None, kept)
+
+    def put_back() -> None:
+        while not over.wait(PUT_BACK_S):
+            libc.sigaction(number, kept, None)
+
+    thread = threading.Thread(target=put_back, name="handler", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+        libc.sigaction(number, kept, None)
 
 
 @contextmanager

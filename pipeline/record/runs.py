@@ -215,6 +215,14 @@ def state_on_disk(events: Path) -> str:
         return UNFINISHED
 
 
+def add_end(events: Path, steps: int) -> None:
+    """Add the end that a killed run did not record, at the time of its last event."""
+    last = _last_line(events) or {}
+    pen = trace.TraceWriter(events)
+    pen.write(trace.Ended(steps=steps, rows_left=0, at_s=max(last.get("at_s", 0.0), last.get("end_s", 0.0))))
+    pen.close()
+
+
 def _summary(path: Path) -> RunSummary:
     run_dir = RunDir(path)
     described = run_json(path)

@@ -3,6 +3,7 @@ nothing; a run that was killed leaves no process behind."""
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import json
 import os
@@ -296,11 +297,36 @@ def test_a_run_without_a_checkpoint_is_resumed_from_the_start_and_one_without_an
     said()
     lines_ = run_dir.events.read_text().splitlines(keepends=True)
     assert '"ended"' in lines_.pop()
-    run_dir.events.write_text("".join(lines_))  # as if it was killed after its last step
+    run_dir.events.write_text("".join([*lines_, '{"type":"pu']))  # as if it was killed after its last checkpoint
+    metrics = run_dir.metrics.read_bytes()
     resumed()
+    assert len(events(run_dir, object)) == len(lines_) + 1 and run_dir.metrics.read_bytes() == metrics
+    assert not list(run_dir.path.glob("before-*")), "nothing is trained again"
     shutil.rmtree(run_dir.checkpoints)
     assert "its record so far is in" in resumed()
     assert (run_dir.path / "before-1" / "events.jsonl").is_file()
+
+
+def test_a_handler_that_is_removed_in_c_is_put_back_at_once_and_at_the_end() -> None:
+    """Ray's end removes that of SIGTERM, a second or more before it returns."""
+    from pipeline.executors.connection import _handler_put_back
+
+    libc, taken = ctypes.CDLL(None), []
+    before = signal.signal(signal.SIGUSR1, lambda *_: taken.append(len(taken)))
+    try:
+        with _handler_put_back(signal.SIGUSR1):
+            libc.signal(signal.SIGUSR1, ctypes.c_void_p(1))  # SIG_IGN
+            deadline_s = time.monotonic() + 20
+            while not taken:
+                os.kill(os.getpid(), signal.SIGUSR1)
+                time.sleep(0.02)
+                assert time.monotonic() < deadline_s
+            libc.signal(signal.SIGUSR1, ctypes.c_void_p(1))
+        taken.clear()
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert taken == [0]
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
 
 @pytest.mark.journal_expected("I5", "I8", "record")
