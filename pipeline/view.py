@@ -92,7 +92,7 @@ def _folder(path: Path) -> tuple[Path, str]:
             raise GraphError(
                 Problem(
                     where=str(path),
-                    what="its name is longer than 64 characters, or has others than letters, digits, '-' and '_'",
+                    what="its name has a character that cannot be shown",
                     why="a run is addressed by the name of its folder",
                     fix="rename the folder",
                 )

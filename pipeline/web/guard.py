@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 LOOPBACK = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:[0-9]{1,5})?", re.ASCII)  # with any port: that of a tunnel
-NAME = re.compile(r"[A-Za-z0-9_-]{1,64}", re.ASCII)  # of a run, as folders of runs are named
+LONGEST = 255  # bytes of a folder's name
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -58,5 +58,5 @@ def outward(folder: Path, names: Iterable[str]) -> str | None:
 
 
 def is_run_name(name: str) -> bool:
-    """Return whether it is a valid name of a run directory."""
-    return NAME.fullmatch(name) is not None
+    """Return whether it can be the name of a run directory: one folder's name, of characters that can be shown."""
+    return name not in ("", ".", "..") and "/" not in name and name.isprintable() and len(name.encode()) <= LONGEST

@@ -8,6 +8,7 @@ import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import msgspec
 
@@ -60,9 +61,12 @@ def _packed(pieces: Iterable[str]) -> Iterator[str]:
     yield base64.b64encode(rest + packer.flush()).decode()
 
 
+UNQUOTED = "!*'()"  # by encodeURIComponent, as in api.js
+
+
 def _answers(path: Path) -> dict[str, Any]:
     """Return the server's responses by request."""
-    of = f"runs/{path.name}"
+    of = f"runs/{quote(path.name, safe=UNQUOTED)}"
     kept = RunDir(path).sampled_steps()[-STEPS:]
     answers = {f"{of}/{what}": pages.PAGES[what](path, {}) for what in ("about", "findings", "advice", "prompts")}
     for step in kept:

@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import msgspec
 from aiohttp import web
@@ -102,7 +103,9 @@ class Server:
         if kind not in EXPORTS:
             raise web.HTTPNotFound
         suffix, content_type, make = EXPORTS[kind]
-        answer = web.StreamResponse(headers={"Content-Disposition": f'attachment; filename="{path.name}{suffix}"'})
+        answer = web.StreamResponse(
+            headers={"Content-Disposition": f"attachment; filename*=UTF-8''{quote(path.name + suffix, safe='')}"}
+        )
         answer.content_type = content_type
         pieces = make(path)
         piece = await asyncio.to_thread(next, pieces, "")  # what cannot be read is mostly found here

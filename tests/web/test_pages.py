@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 import msgspec
 import pytest
@@ -27,6 +27,7 @@ SIZES = {
     "tablet": {"width": 820, "height": 1180},
 }
 WAIT_MS = 60_000
+ODD = """.lr 0.001 \u00e9%41&?'"+<b>#~"""  # a name that a folder may have
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +43,7 @@ def folder(tmp_path_factory):
         step=1, kind="loss", metric="train/loss", value=9e9, before=0.1, problem="train/loss is 9e+09", at_s=4.0
     )
     written(folder / "diverged", plan, [*events[:60], exploded, *events[60:]])
+    run_of(folder / ODD, steps=2)
     written(folder / "hostile", *simulated(steps=2), texts=["<script>window.hit=1</script>", *HOSTILE])
     return folder
 
@@ -75,6 +77,31 @@ def opened(browser, served):
     for context in contexts:
         context.close()
     assert not wrong
+
+
+def test_a_run_may_have_any_name_of_a_folder(opened, served, tmp_path):
+    tab = opened("plain", "metrics")
+    tab.evaluate("odd => { location.hash = `#/plain/metrics?with=${encodeURIComponent(odd)}` }", ODD)
+    tab.wait_for_selector(f"ul[aria-label=Runs] >> text={ODD}", timeout=WAIT_MS)
+    tab.click("header >> text=Sluice")
+    tab.click(f"text={ODD}")
+    for page in ("timeline", "metrics", "samples", "compare", "graph"):
+        tab.click(f".tabs >> text={page}")
+        tab.wait_for_selector("main[aria-busy=false] :is(.card, table, select)", timeout=WAIT_MS)
+        assert not tab.locator("[role=alert]").count(), page
+        tab.reload()
+        tab.wait_for_selector("main[aria-busy=false] :is(.card, table, select)", timeout=WAIT_MS)
+    tab.click("text=Export")
+    with tab.expect_download() as kept:
+        tab.click("text=Spans, CSV")
+    assert kept.value.suggested_filename.endswith(".csv") and Path(kept.value.path()).read_text().count("\n") > 9
+    file = tmp_path / "run.html"
+    file.write_bytes(served.ask(f"/api/runs/{quote(ODD, safe='')}/export/html")[2])
+    tab.goto(file.as_uri())
+    tab.wait_for_selector("main[aria-busy=false] .legend", timeout=WAIT_MS)
+    tab.click(".tabs >> text=samples")
+    tab.wait_for_selector("main[aria-busy=false] :is(.card, table)", timeout=WAIT_MS)
+    assert not tab.locator("[role=alert]").count()
 
 
 def judge(route, wrong):

@@ -106,7 +106,7 @@ def test_the_token_is_exchanged_for_a_cookie_that_scripts_and_other_sites_do_not
     [
         "/api/runs/../about", "/api/runs/%2e%2e/about", "/api/runs/%252e%252e/about", "/api/runs/..%2frun/about",
         "/api/runs/run%00/about", "/api/runs/link/about", "/api/runs/r%C3%BCn/about",
-        "/api/runs/" + "a" * 65 + "/about",
+        "/api/runs/" + "a" * 300 + "/about", "/api/runs/%0A/about", "/api/runs/%ED%B2%80/about", "/api/runs/./about",
         "/api/runs/run%2f..%2frun/about", "/api/runs/run/../../etc/passwd", "/api/runs/run/nothing", "/api/runs//about",
         "/static/../server.py", "/static/%2e%2e/server.py", "/static/vendor/../../server.py", "/static//etc/passwd",
         "/api/runs/run/comparison?other=../run", "/api/runs/run/comparison?other=link", "/api/runs/run/export/exe",

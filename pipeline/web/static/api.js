@@ -4,6 +4,9 @@ const EMBEDDED = globalThis.embedded || null;
 export const offline = EMBEDDED !== null;
 export const only = offline ? EMBEDDED.run : "";
 
+// The path of a part of a run. A run may have any name that a folder can have.
+export const partOf = (run, what) => `runs/${encodeURIComponent(run)}/${what}`;
+
 export async function get(path) {
   if (offline) {
     if (path in EMBEDDED.answers) return EMBEDDED.answers[path];
@@ -21,7 +24,7 @@ export function follow(run, take, lost, refused) {
     for (const [name, data] of EMBEDDED.events) take(name, data);
     return () => {};
   }
-  const path = `api/runs/${run}/events`;
+  const path = `api/${partOf(run, "events")}`;
   let [source, again, ended] = [null, 0, false];
   const open = () => {
     source = new EventSource(path);

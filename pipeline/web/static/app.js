@@ -1,7 +1,7 @@
 // Routing, and the header and status of all pages.
 
 import { Boundary, Copy, Empty, html, number, plural, render, seconds, useClosing, useEffect, useState } from "./ui.js";
-import { offline } from "./api.js";
+import { offline, partOf } from "./api.js";
 import { address, link } from "./address.js";
 import { Run } from "./store.js";
 import { Runs } from "./runs.js";
@@ -44,7 +44,6 @@ function useTheme() {
 
 function Export({ run }) {
   const [open, setOpen] = useState(false);
-  const of = `api/runs/${run}/export`;
   const kinds = [
     ["html", "One HTML file that opens offline"],
     ["perfetto", "Perfetto / Chrome trace"],
@@ -55,7 +54,7 @@ function Export({ run }) {
   return html`<div class="menu" ref=${menu}>
     <button class="button" aria-expanded=${open} onClick=${() => setOpen(!open)}>Export</button>
     ${open && html`<ul>${kinds.map(([kind, text]) => html`<li key=${kind}>
-      <a href=${`${of}/${kind}`} download onClick=${() => setOpen(false)}>${text}</a></li>`)}</ul>`}
+      <a href=${`api/${partOf(run, `export/${kind}`)}`} download onClick=${() => setOpen(false)}>${text}</a></li>`)}</ul>`}
   </div>`;
 }
 

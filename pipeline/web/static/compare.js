@@ -1,7 +1,7 @@
 // Compares this run with another one.
 
 import { Card, Empty, html, number, seconds, Swatch, useLoaded } from "./ui.js";
-import { get } from "./api.js";
+import { get, partOf } from "./api.js";
 import { go } from "./address.js";
 import { Chart } from "./chart.js";
 
@@ -11,7 +11,7 @@ export function Compare({ run, query }) {
   const runs = useLoaded(() => get("runs"), [run.name]).value || [];
   const others = runs.filter((one) => one.name !== run.name);
   const other = query.other || "";
-  const { value, error } = useLoaded(async () => (other ? get(`runs/${run.name}/comparison?other=${encodeURIComponent(other)}`) : null), [run.name, other]);
+  const { value, error } = useLoaded(async () => (other ? get(partOf(run.name, `comparison?other=${encodeURIComponent(other)}`)) : null), [run.name, other]);
   return html`<div class="toolbar"><label for="other">Compare with</label>
       <select id="other" class="button" value=${other} onChange=${(event) => go({ other: event.target.value })}><option value="">choose a run</option>${others.map((one) => html`<option key=${one.name} value=${one.name}>${one.name}</option>`)}</select></div>
     ${error ? html`<div class="alert" role="alert">${error}</div>` : !others.length ? html`<${Empty}>There is no other run in this folder.<//>` : !value ? html`<${Empty}>${other ? "Reading both records …" : "Choose a run to compare with this one."}<//>` : html`<${Both} value=${value} words=${run.about.words} />`}`;

@@ -1,7 +1,7 @@
 // What the same prompts were answered at two steps: their rewards, and the words that one response has and the other lacks.
 
 import { Card, html, number, plural, useLoaded } from "./ui.js";
-import { get } from "./api.js";
+import { get, partOf } from "./api.js";
 
 const PROMPTS = 50; // that are listed
 const WORDS = 400; // of a response that are compared
@@ -38,7 +38,7 @@ export function pairs(before, after) {
 }
 
 export function Difference({ run, step, rows, against }) {
-  const { value, error } = useLoaded(() => get(`runs/${run.name}/samples?step=${against}`), [run.name, against]);
+  const { value, error } = useLoaded(() => get(partOf(run.name, `samples?step=${against}`)), [run.name, against]);
   if (error) return html`<div class="alert" role="alert">${error}</div>`;
   if (!value) return null;
   const earlier = against < step;

@@ -1,7 +1,7 @@
 // The graph with the current state of every stage, and below it what bounds a step and what would help.
 
 import { bytes, Card, colourOf, Copy, html, number, percent, plural, seconds, Swatch, useClosing, useLayoutEffect, useLoaded, useMemo, useRef, useState } from "./ui.js";
-import { get } from "./api.js";
+import { get, partOf } from "./api.js";
 import { go, link } from "./address.js";
 import { SAYS } from "./episodes.js";
 import { drawn } from "./layout.js";
@@ -139,7 +139,7 @@ export function Verdict({ run }) {
 
 function Hints({ run }) {
   const ended = run.live ? Math.floor(run.now.step / 20) : "end";
-  const { value, error } = useLoaded(() => get(`runs/${run.name}/advice`), [run.name, ended]);
+  const { value, error } = useLoaded(() => get(partOf(run.name, "advice")), [run.name, ended]);
   return html`<${Card} title="What would make it faster?">
     ${error ? html`<p class="dim">${error}</p>` : !value ? html`<p class="dim">Simulating …</p>`
       : !value.hints.length ? html`<p class="dim">${value.notes[0] || "No single change helps by 1 % or more."}</p>`

@@ -1,7 +1,7 @@
 // Every metric of every step, each with an explanation.
 
 import { Empty, html, inUnit, Swatch, useClosing, useEffect, useLoaded, useMemo, useRef, useState } from "./ui.js";
-import { get, offline } from "./api.js";
+import { get, offline, partOf } from "./api.js";
 import { go } from "./address.js";
 import { Chart, joined } from "./chart.js";
 
@@ -37,7 +37,7 @@ function sentence(steps, values) {
 function Others({ run, chosen }) {
   const [open, setOpen] = useState(false);
   const { value } = useLoaded(async () => (open ? get("runs") : []), [open]);
-  const turn = (name) => go({ with: (chosen.includes(name) ? chosen.filter((one) => one !== name) : [...chosen, name]).join(" ") });
+  const turn = (name) => go({ with: (chosen.includes(name) ? chosen.filter((one) => one !== name) : [...chosen, name]).join("/") });
   const menu = useClosing(open, () => setOpen(false));
   return html`<div class="menu" ref=${menu}><button class="button" aria-expanded=${open} onClick=${() => setOpen(!open)}>Other runs${chosen.length ? ` (${chosen.length})` : ""}</button>
     ${open && html`<ul>${(value || []).filter((one) => one.name !== run.name).map((one) => html`<li key=${one.name}><label><input type="checkbox" checked=${chosen.includes(one.name)} disabled=${!chosen.includes(one.name) && chosen.length >= OTHERS} onChange=${() => turn(one.name)} />${one.name}</label></li>`)}</ul>`}</div>`;
@@ -46,8 +46,8 @@ function Others({ run, chosen }) {
 export function Metrics({ run, query }) {
   const filter = query.show || "";
   const smooth = Math.min(0.99, Math.max(0, +query.smooth || 0));
-  const others = offline ? [] : (query.with || "").split(" ").filter((name) => name && name !== run.name).slice(0, OTHERS);
-  const loaded = useLoaded(() => Promise.all(others.map((name) => get(`runs/${encodeURIComponent(name)}/metrics`))), [others.join(" ")]);
+  const others = offline ? [] : (query.with || "").split("/").filter((name) => name && name !== run.name).slice(0, OTHERS);
+  const loaded = useLoaded(() => Promise.all(others.map((name) => get(partOf(name, "metrics")))), [others.join("/")]);
   const [names, steps, values] = useMemo(() => table(run.steps), [run, run.steps.length]);
   const known = run.about.words;
   const of = (name) => known[name] || { title: name, section: "Other", unit: "", read: "" };

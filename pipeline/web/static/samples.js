@@ -1,7 +1,7 @@
 // Prompts and responses: the groups of a step, and the prompts that never get a reward.
 
 import { Card, Empty, html, number, percent, plural, useEffect, useLoaded } from "./ui.js";
-import { get } from "./api.js";
+import { get, partOf } from "./api.js";
 import { go, link, stepOf } from "./address.js";
 import { Difference } from "./difference.js";
 
@@ -81,7 +81,7 @@ export function Samples({ run, query }) {
   const named = stepOf(query.step);
   const step = named === null ? null : named - 1;
   const when = step === null ? run.now.step : "chosen";
-  const { value, error } = useLoaded(() => get(`runs/${run.name}/samples${step === null ? "" : `?step=${step}`}`), [run.name, step, when]);
+  const { value, error } = useLoaded(() => get(partOf(run.name, `samples${step === null ? "" : `?step=${step}`}`)), [run.name, step, when]);
   useEffect(() => { document.querySelector(".response.chosen")?.scrollIntoView({ block: "center", inline: "center" }); }, [query.sample, value]);
   if (error) return html`<div class="alert" role="alert">${error}</div>`;
   if (!value) return html`<${Empty}>Reading samples …<//>`;
@@ -158,7 +158,7 @@ function Group({ run, group, shaded, chosen, fields }) {
 }
 
 function Prompts({ run, open }) {
-  const { value, error } = useLoaded(async () => (open ? get(`runs/${run.name}/prompts`) : null), [run.name, open, open && run.now.step]);
+  const { value, error } = useLoaded(async () => (open ? get(partOf(run.name, "prompts")) : null), [run.name, open, open && run.now.step]);
   const never = (value || []).filter((one) => one.best <= 0);
   return html`<${Card} title="Which prompts never get reward?">
     <button class="button" aria-expanded=${open} onClick=${() => go({ prompts: open ? "" : 1 }, { keep: true })}>${open ? "Hide" : "Look through all kept samples"}</button>

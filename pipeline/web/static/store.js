@@ -1,6 +1,6 @@
 // The run as this page knows it: rows are appended as they arrive, and listeners are called at most once per frame.
 
-import { follow, get } from "./api.js";
+import { follow, get, partOf } from "./api.js";
 
 const SPANS = 200000; // maximum number of spans that a page keeps; older ones are dropped
 const EPISODES = 8000; // and of episodes
@@ -30,7 +30,7 @@ export class Run {
   }
 
   async open() {
-    this.about = await get(`runs/${this.name}/about`);
+    this.about = await get(partOf(this.name, "about"));
     this.close = follow(this.name, (name, data) => this.take(name, data), (lost) => this.mark(lost), (text) => { this.refused = text; this.mark(false); this.changed(); });
     this.changed();
   }
@@ -69,7 +69,7 @@ export class Run {
     if (due > 0) { this.later = setTimeout(() => this.find(), due); return; }
     this.found = performance.now();
     try {
-      this.findings = await get(`runs/${this.name}/findings`);
+      this.findings = await get(partOf(this.name, "findings"));
     } catch (error) {
       this.findings = this.findings || { error: String(error.message || error) };
     }
