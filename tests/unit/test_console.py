@@ -1,7 +1,13 @@
 """Console output: problems, the plan, progress and the summary, at a fixed width."""
 
+import os
+import re
+import subprocess
+import sys
 import threading
+from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -211,6 +217,49 @@ def test_a_start_says_what_it_waits_for_although_nothing_happens(capsys, monkeyp
         assert said == [f"starting {each}" for each in (*every, "Ray  0 s")]
     else:
         assert said == [f"starting sampler (vllm)  {at} s" for at in (10, 20, 30)]
+
+
+ON_A_TERMINAL = """
+import fcntl, struct, sys, termios
+from pathlib import Path
+from pipeline import screen
+from pipeline.cli.console import Progress
+from tests.unit.test_console import METRICS, SIZES, made, toy
+
+with Progress(made(schedule=toy.Schedule(steps=4)), 0) as progress:
+    for step, size in enumerate((*SIZES, (10, 30))):
+        fcntl.ioctl(1, termios.TIOCSWINSZ, struct.pack("HHHH", *size, 0, 0))
+        with screen.aside(Path(sys.argv[1])):
+            progress.starting("sampler (vllm, policy-of-a-long-name, and-its-reference-of-a-longer-name)")
+        progress.step(step, METRICS | {"rollout/length_mean": 5000.0})
+"""
+SIZES = {
+    (24, 200): [
+        "starting sampler (vllm, policy-of-a-long-name, and-its-reference-of-a-longer-name)  # s",
+        "step 1/4  reward 0.500  20,000 tok/s  2.00 s/step, slowest rollout 1.50 s  # s left",
+    ],
+    (24, 80): [
+        "starting sampler (vllm, policy-of-a-long-name, and-its-reference-of-a-l...  # s",
+        "step 2/4  reward 0.500  20,000 tok/s  2.00 s/step  # s left",
+    ],
+    (10, 30): ["starting sampler (vll...  # s", "step 3/4  reward 0.500"],
+}
+
+
+def test_a_line_that_is_rewritten_has_one_row_of_the_terminal_as_it_is_now(tmp_path):
+    """One that stays is whole."""
+    mine, its = os.openpty()
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    with subprocess.Popen([sys.executable, "-c", ON_A_TERMINAL, tmp_path / "log"], stdout=its, env=environment) as run:
+        os.close(its)
+        shown = b""
+        with suppress(OSError):  # once nothing writes there
+            while part := os.read(mine, 65536):
+                shown += part
+        os.close(mine)
+    said = [re.sub(r"\b\d+ s( left)?$", r"# s\1", part.strip()) for part in shown.decode().split("\r\x1b[2K")[1:]]
+    assert (run.returncode, said[:6]) == (0, [line for lines in SIZES.values() for line in lines])
+    assert said[-1] == "step 4/4  reward 0.500  20,000 tok/s  2.00 s/step, slowest rollout 1.50 s  # s left"
 
 
 def test_the_line_about_a_start_comes_from_a_thread_that_ends_with_the_start(capsys, monkeypatch):
