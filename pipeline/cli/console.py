@@ -170,9 +170,10 @@ _FAILED = "/end_failed"  # of a stage: the fraction of its episodes whose enviro
 
 
 class Progress:
-    """A progress line: rewritten in place on a terminal, in one row of it, and one plain line per step elsewhere."""
+    """A progress line: rewritten in place on a terminal, in one row of it, and one plain line per step elsewhere.
+    `metrics` is the record of the steps before `start`."""
 
-    def __init__(self, plan: Plan, start: int, *, plain: bool = False) -> None:
+    def __init__(self, plan: Plan, start: int, *, plain: bool = False, metrics: Path | None = None) -> None:
         self._plan = plan
         self._live = sys.stdout.isatty() and not plain
         self._start_line = StartLine(live=self._live)
@@ -184,6 +185,7 @@ class Progress:
         self.last: dict[str, float] = {}
         self.dropped: Counter[str] = Counter()  # groups, by reason
         self._failures_said = False
+        self._recall(metrics)
 
     def __enter__(self) -> Progress:
         return self
@@ -200,10 +202,7 @@ class Progress:
         """Record that a step finished; -1 is the evaluation before the first step."""
         self._start_line.over()
         took_s, self._ended_s = time.monotonic() - self._ended_s, time.monotonic()
-        evaluated = next((name for name in metrics if name.startswith("eval/") and not name.startswith(_COUNTS)), None)
-        if evaluated:
-            self.measure = evaluated.removeprefix("eval/").replace("_", " ")
-            self.evaluations.append((step + 1, metrics[evaluated]))
+        evaluated = self._evaluated(step + 1, metrics)
         if step < 0:
             self._left.before(metrics)
             if self.evaluations:
@@ -216,7 +215,23 @@ class Progress:
                 self.dropped[name.removeprefix("dropped/")] += int(groups)
         self._done = step + 1
         self._left.took(step, took_s)
-        self._print(self._parts(metrics), keep=bool(evaluated) or self._done == self._plan.steps)
+        self._print(self._parts(metrics), keep=evaluated or self._done == self._plan.steps)
+
+    def _recall(self, metrics: Path | None) -> None:
+        """Take up the evaluations of a run that goes on."""
+        from pipeline.record.runs import read_metrics
+
+        for line in read_metrics(metrics) if metrics else ():
+            self._evaluated(line["step"], {name: value for name, value in line.items() if type(value) in (int, float)})
+
+    def _evaluated(self, done: int, metrics: Mapping[str, float]) -> bool:
+        """Take up the evaluation of a step. Returns whether there was one."""
+        name = next((name for name in metrics if name.startswith("eval/") and not name.startswith(_COUNTS)), "")
+        measure = name.removeprefix("eval/").replace("_", " ")
+        if measure and measure != self.measure:  # what was measured before cannot be compared
+            self.measure, self.evaluations = measure, []
+        self.evaluations += [(done, metrics[name])] if measure else []
+        return bool(measure)
 
     def _warn_of_failures(self, step: int, metrics: Mapping[str, float]) -> None:
         """Say once that environments fail: half of a step's episodes are no accident."""
@@ -285,7 +300,8 @@ def print_summary(
     if progress.evaluations:
         (first, before), (last, after) = progress.evaluations[0], progress.evaluations[-1]
         name = f"{progress.measure} on held-out prompts"
-        rows.append((name, f"{before:.3f} at step {first}, {after:.3f} at step {last} ({after - before:+.3f})"))
+        compared = f", {after:.3f} at step {last} ({after - before:+.3f})" if last != first else ""
+        rows.append((name, f"{before:.3f} at step {first}{compared}"))
     if "reward/mean" in progress.last:
         rows.append(("reward of the last step", f"{progress.last['reward/mean']:.3f}"))
     if plan.drops_stale:

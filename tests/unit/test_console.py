@@ -282,6 +282,22 @@ def test_a_start_names_the_backend_and_the_models_of_a_group():
     assert planned.loading(["learner", "host"]).startswith("learner (torch, policy, policy (frozen)), host (python")
 
 
+def test_the_summary_of_a_resumed_run_begins_with_the_first_evaluation_in_its_record(capsys, tmp_path):
+    def said(metrics, step, name="eval/close"):
+        progress = Progress(made(), step, metrics=metrics)
+        progress.step(step, METRICS | {name: 0.75})
+        print_summary(made(), progress, run_dir="runs/toy", wall_s=1.0, commands=[])
+        return capsys.readouterr().out.partition(" on held-out prompts  ")[2].splitlines()[0]
+
+    record = tmp_path / "metrics.jsonl"
+    assert said(record, 2) == "0.750 at step 3"
+    record.write_text('{"step":0,"eval/close":"high"}\n')
+    assert said(record, 2) == "0.750 at step 3"
+    record.write_text('{"step":0,"eval/count":9.0,"eval/close":0.125}\n{"step":1}\n{"step":2,"eval/close":0.5}\n')
+    assert said(record, 2) == "0.125 at step 0, 0.750 at step 3 (+0.625)"
+    assert said(record, 2, "eval/exact_match") == "0.750 at step 3", "another measure than before"
+
+
 @pytest.mark.parametrize("evaluated", [True, False])
 def test_the_summary_says_what_was_reached_and_what_to_do_next(capsys, evaluated):
     progress = Progress(made(), 0)
