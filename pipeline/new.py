@@ -11,10 +11,13 @@ or a flag is wrong.
 from __future__ import annotations
 
 import difflib
+import itertools
+import os
 import re
 import shlex
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from pipeline.cli.command import Parser, end, exit_code
@@ -40,18 +43,35 @@ def _main(argv: list[str]) -> int:
     recipe, path = _known(options.recipe), _new(options.name)
     text = copied((RECIPES / f"{recipe}.py").read_text(), recipe, path)
     try:
-        with path.open("x", encoding="utf-8") as file:
-            file.write(text)
+        _write(path, text)
     except OSError as error:
         what, fix = f"it cannot be written: {error.strerror}", way_out(error, "choose another folder")
         if isinstance(error, FileExistsError):
-            what, fix = "there is such a file already", "choose another name"
+            what, fix = "there is such a file already", f"choose another name, such as {_free(path)}"
         elif not path.parent.exists():
             what, fix = "its folder does not exist", f"mkdir -p {shlex.quote(str(path.parent))}"
         why = "a recipe is copied into a new file"
         raise GraphError(Problem(where=str(path), what=what, why=why, fix=fix)) from error
     print(f"{path}: a copy of the recipe {recipe}; its first lines say how to run it")
     return 0
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a new file, all of it or nothing."""
+    file = path.open("x", encoding="utf-8")
+    try:
+        with file:
+            file.write(text)
+    except BaseException:
+        with suppress(OSError):
+            path.unlink()
+        raise
+
+
+def _free(path: Path) -> Path:
+    """Return a path like this one at which there is nothing."""
+    numbered = (path.with_stem(f"{path.stem}_{number}") for number in itertools.count(2))
+    return next(each for each in numbered if not os.path.lexists(each))
 
 
 def copied(text: str, recipe: str, path: Path) -> str:

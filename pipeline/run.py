@@ -250,7 +250,7 @@ def _run_in(run_dir: RunDir, asked: _Asked, services: Mapping[str, str], started
     asked = replace(asked, failures=frozenset(_failures(run_dir)))
     options, planned = asked.options, asked.planned
     start = _begin(asked, run_dir)
-    progress = console.Progress(planned, start, plain=options.plain)
+    progress = console.Progress(planned, start, plain=options.plain, metrics=run_dir.metrics)
     if start == planned.steps:
         from pipeline.record.runs import add_end
 

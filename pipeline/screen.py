@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TextIO
 
 OUT, ERR = 1, 2
+UNKNOWN = 80  # columns, where no terminal says how many
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +72,14 @@ def say(text: str) -> None:
     with suppress(OSError):
         if select.select([], [screen.files[0]], [], 0.0)[1]:
             os.write(screen.files[0], text.encode(errors="replace"))
+
+
+def columns() -> int:
+    """Return how wide the screen is now, also within `aside`; `UNKNOWN` if it has no width."""
+    try:
+        return os.get_terminal_size(_screens[-1].files[0] if _screens else OUT).columns or UNKNOWN
+    except OSError:
+        return UNKNOWN
 
 
 def error_file() -> int:

@@ -67,8 +67,8 @@ class Prompts(Stage):
     prompt    column of the prompts
     answer    column of the answers; None means no field `answer`
     extra     columns that become fields: a name gives a field of that name, a `Field` a typed field from the column of
-              its name, and a pair (column, name or `Field`) names both. Without a `Field`, a column whose first 1,000
-              rows are whole numbers is int64, one of numbers float32, one of truths bool, and any other str
+              its name, and a pair (column, name or `Field`) names both. Without a `Field`, most of the first 1,000
+              rows decide: a column of whole numbers is int64, one of numbers float32, one of truths bool, any other str
     template  a text with `{column}` in it, used as the prompt instead of the column `prompt`
     chat      also write `messages`, the conversation as JSON text: a column with lists of {"role", "content"}, or the
               prompt as one user message. The field `prompt` is then the text of the last message

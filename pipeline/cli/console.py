@@ -14,6 +14,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from pipeline import screen
+from pipeline.cli.one_row import fitted
 from pipeline.cli.start_line import StartLine
 from pipeline.cli.time_left import TimeLeft
 from pipeline.errors import Problem
@@ -163,13 +165,15 @@ def _volume(plan: Plan, edge: object | None) -> str:
 
 
 _COUNTS = ("eval/count", "eval/length_mean", "eval/truncated", "eval/end_")  # metrics of no reward begin with one
+_GONE_FIRST = ("slowest", "speed", "age", "pace", "measure", "left", "reward")  # from a line that is too long
 _FAILED = "/end_failed"  # of a stage: the fraction of its episodes whose environment failed
 
 
 class Progress:
-    """A progress line: rewritten in place on a terminal, one plain line per step elsewhere."""
+    """A progress line: rewritten in place on a terminal, in one row of it, and one plain line per step elsewhere.
+    `metrics` is the record of the steps before `start`."""
 
-    def __init__(self, plan: Plan, start: int, *, plain: bool = False) -> None:
+    def __init__(self, plan: Plan, start: int, *, plain: bool = False, metrics: Path | None = None) -> None:
         self._plan = plan
         self._live = sys.stdout.isatty() and not plain
         self._start_line = StartLine(live=self._live)
@@ -181,6 +185,7 @@ class Progress:
         self.last: dict[str, float] = {}
         self.dropped: Counter[str] = Counter()  # groups, by reason
         self._failures_said = False
+        self._recall(metrics)
 
     def __enter__(self) -> Progress:
         return self
@@ -197,14 +202,11 @@ class Progress:
         """Record that a step finished; -1 is the evaluation before the first step."""
         self._start_line.over()
         took_s, self._ended_s = time.monotonic() - self._ended_s, time.monotonic()
-        evaluated = next((name for name in metrics if name.startswith("eval/") and not name.startswith(_COUNTS)), None)
-        if evaluated:
-            self.measure = evaluated.removeprefix("eval/").replace("_", " ")
-            self.evaluations.append((step + 1, metrics[evaluated]))
+        evaluated = self._evaluated(step + 1, metrics)
         if step < 0:
             self._left.before(metrics)
             if self.evaluations:
-                self._print(f"before training  {self.measure} {self.evaluations[-1][1]:.3f}", keep=True)
+                self._print({"": f"before training  {self.measure} {self.evaluations[-1][1]:.3f}"}, keep=True)
             return
         self.last = metrics
         self._warn_of_failures(step, metrics)
@@ -213,7 +215,23 @@ class Progress:
                 self.dropped[name.removeprefix("dropped/")] += int(groups)
         self._done = step + 1
         self._left.took(step, took_s)
-        self._print(self._line(metrics), keep=bool(evaluated) or self._done == self._plan.steps)
+        self._print(self._parts(metrics), keep=evaluated or self._done == self._plan.steps)
+
+    def _recall(self, metrics: Path | None) -> None:
+        """Take up the evaluations of a run that goes on."""
+        from pipeline.record.runs import read_metrics
+
+        for line in read_metrics(metrics) if metrics else ():
+            self._evaluated(line["step"], {name: value for name, value in line.items() if type(value) in (int, float)})
+
+    def _evaluated(self, done: int, metrics: Mapping[str, float]) -> bool:
+        """Take up the evaluation of a step. Returns whether there was one."""
+        name = next((name for name in metrics if name.startswith("eval/") and not name.startswith(_COUNTS)), "")
+        measure = name.removeprefix("eval/").replace("_", " ")
+        if measure and measure != self.measure:  # what was measured before cannot be compared
+            self.measure, self.evaluations = measure, []
+        self.evaluations += [(done, metrics[name])] if measure else []
+        return bool(measure)
 
     def _warn_of_failures(self, step: int, metrics: Mapping[str, float]) -> None:
         """Say once that environments fail: half of a step's episodes are no accident."""
@@ -241,33 +259,37 @@ class Progress:
         if self._live:
             print()
 
-    def _line(self, metrics: dict[str, float]) -> str:
+    def _parts(self, metrics: dict[str, float]) -> dict[str, str]:
+        """Return the parts of the line, each with what separates it from the one before."""
         step_s = metrics.get("time/step_s", 0.0)
-        parts = [f"step {self._done}/{self._plan.steps}"]
+        parts = {"step": f"step {self._done}/{self._plan.steps}"}
         if "reward/mean" in metrics:
-            parts.append(f"reward {metrics['reward/mean']:.3f}")
+            parts["reward"] = f"  reward {metrics['reward/mean']:.3f}"
         if self.evaluations:
-            parts.append(f"{self.measure} {self.evaluations[-1][1]:.3f}")
+            parts["measure"] = f"  {self.measure} {self.evaluations[-1][1]:.3f}"
         if "rollout/length_mean" in metrics and step_s:
             tokens = metrics["rollout/length_mean"] * self._plan.batch * self._plan.group_size
-            parts.append(f"{tokens / step_s:,.0f} tok/s")
+            parts["speed"] = f"  {tokens / step_s:,.0f} tok/s"
         age = next((value for name, value in metrics.items() if name.endswith("/staleness_mean")), None)
         if age is not None and self._plan.max_staleness:
-            parts.append(f"{age:.1f} versions old")
+            parts["age"] = f"  {age:.1f} versions old"
         stages = {
             name[5:-2]: value for name, value in metrics.items() if name.startswith("time/") and name != "time/step_s"
         }
         if stages:
             slowest = max(stages, key=lambda name: stages[name])
-            parts.append(f"{step_s:.2f} s/step, slowest {slowest} {stages[slowest]:.2f} s")
-        parts.append(f"{self._left.seconds():.0f} s left")
-        return "  ".join(parts)
+            parts["pace"] = f"  {step_s:.2f} s/step"
+            parts["slowest"] = f", slowest {slowest} {stages[slowest]:.2f} s"
+        return parts | {"left": f"  {self._left.seconds():.0f} s left"}
 
-    def _print(self, text: str, *, keep: bool) -> None:
+    def _print(self, parts: Mapping[str, str], *, keep: bool) -> None:
+        """Print a line. One that is kept is whole, since nothing is written over it."""
+        whole = "".join(parts.values())
         if self._live:
+            text = whole if keep else fitted(parts, _GONE_FIRST, screen.columns() - 1)
             print(f"\r\x1b[2K{text}", end="\n" if keep else "", flush=True)
         elif keep or self._done % 10 == 0 or self._plan.steps <= 20:
-            print(text, flush=True)
+            print(whole, flush=True)
 
 
 def print_summary(
@@ -278,7 +300,8 @@ def print_summary(
     if progress.evaluations:
         (first, before), (last, after) = progress.evaluations[0], progress.evaluations[-1]
         name = f"{progress.measure} on held-out prompts"
-        rows.append((name, f"{before:.3f} at step {first}, {after:.3f} at step {last} ({after - before:+.3f})"))
+        compared = f", {after:.3f} at step {last} ({after - before:+.3f})" if last != first else ""
+        rows.append((name, f"{before:.3f} at step {first}{compared}"))
     if "reward/mean" in progress.last:
         rows.append(("reward of the last step", f"{progress.last['reward/mean']:.3f}"))
     if plan.drops_stale:

@@ -3,7 +3,7 @@
     with StartLine(live=True) as line:
         line.says("Ray")
 
-On a terminal it is rewritten every second; elsewhere a line is printed after every `SILENCE_S`.
+On a terminal it is rewritten every second, in one row; elsewhere a line is printed after every `SILENCE_S`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import time
 from types import TracebackType
 
 from pipeline import screen
+from pipeline.cli.one_row import cut
 
 SILENCE_S = 10.0
 EVERY_S = 1.0
@@ -56,12 +57,12 @@ class StartLine:
             now_s = time.monotonic()
             if self._over.is_set():
                 return
-            text = f"starting {self._what}  {now_s - self._began_s:.0f} s"
+            text, waited = f"starting {self._what}", f"  {now_s - self._began_s:.0f} s"
             if self._live:
-                screen.say(f"\r\x1b[2K{text}")
+                screen.say(f"\r\x1b[2K{cut(text, screen.columns() - 1 - len(waited))}{waited}")
             elif now_s - self._said_s >= SILENCE_S:
                 self._said_s = now_s
-                screen.say(f"{text}\n")
+                screen.say(f"{text}{waited}\n")
 
     def _run(self, over: threading.Event) -> None:
         while not over.wait(EVERY_S):

@@ -203,12 +203,14 @@ def check_room(run: RunDir, needed_bytes: int) -> None:
     """Raise CheckpointError if the file system has no room for this many bytes. Writes nothing."""
     free_bytes = shutil.disk_usage(run.checkpoints).free
     if free_bytes < needed_bytes:
+        kept = run.checkpoint_steps()
         raise CheckpointError(
             Problem(
                 where=str(run.checkpoints),
                 what=f"a checkpoint has {needed_bytes:,} bytes, and {free_bytes:,} are free here",
-                why="it was not begun; earlier checkpoints are complete",
-                fix="free disk space, then --resume; Schedule(keep_checkpoints=2) keeps fewer checkpoints",
+                why=f"it was not begun; {'earlier checkpoints are complete' if kept else 'there is no earlier one'}",
+                fix="free disk space, then --resume"
+                + ("; Schedule(keep_checkpoints=2) keeps fewer checkpoints" if len(kept) > 2 else ""),
             )
         )
 

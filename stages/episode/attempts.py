@@ -123,7 +123,7 @@ class Attempts:
             except EnvironmentFailedError as error:
                 failures += not isinstance(error, PlaceLostError)
                 if failures > 1:  # in a fresh environment, at the same turn
-                    _say(f"an environment has failed twice at turn {len(self._turns) + 1}: {error}")
+                    _say(f"an environment has failed twice at turn {len(self._turns)}: {error}")
                     await self.close()
                     return End("deadline" if error.kind == "deadline" else f"failed:{len(self._turns)}:{error.kind}")
                 self._again(error)

@@ -120,7 +120,8 @@ class Environment:
         """Release what the state holds. Called once per state, also if a turn raised; not if the process died."""
 
 
-METHODS = ("open", "turn", "close")
+CALLED_WITH = {"open": "row, draw", "turn": "state, reply", "close": "state"}
+METHODS = tuple(CALLED_WITH)
 
 
 def plain_methods(environment: Environment) -> set[str]:

@@ -51,7 +51,7 @@ class EnvironmentFailedError(Exception):
     """A call of an environment failed: `kind` is the class of what it raised, "deadline", or "died"."""
 
     def __init__(self, method: str, kind: str, text: str = "") -> None:
-        super().__init__(f"{method}: {kind}: {text}")
+        super().__init__(f"{method}: {kind}: {text.removeprefix(f'{kind}: ')}")
         self.method, self.kind, self.text = method, kind, text
 
 

@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline import Graph, StageContext, WorkerGroup
+from pipeline.declare.calls import takes
 from pipeline.declare.parameters import Rule, broken, is_whole, truth
 from pipeline.declare.task import ServerAddress
 from pipeline.declare.times import ENVIRONMENT
 from pipeline.errors import Problem, shown
-from stages.episode.environment import Environment, Tool, plain_methods
+from stages.episode.environment import CALLED_WITH, Environment, Tool, plain_methods
 from stages.episode.turn_stage import TurnStage
 
 if TYPE_CHECKING:
@@ -115,14 +116,23 @@ class Episode(TurnStage):
                 why="an environment has open(), turn() and close()",
                 fix="an instance of a class derived from stages.Environment",
             )
-        elif lacks := [name for name in ("open", "turn") if _is_missing(self.environment, name)]:
-            kind = type(self.environment).__name__
+            return
+        kind = type(self.environment).__name__
+        if lacks := [name for name in ("open", "turn") if _is_missing(self.environment, name)]:
             yield Problem(
                 where=where,
                 what=f"the environment {kind} has no {' and no '.join(f'{name}()' for name in lacks)}",
                 why="open() begins an episode, and turn() answers a reply",
                 fix=f"define {lacks[0]}() in {kind}",
             )
+        for name, given in CALLED_WITH.items():
+            if not takes(getattr(self.environment, name), given):
+                yield Problem(
+                    where=where,
+                    what=f"the environment {kind} has a {name}() that does not take ({given})",
+                    why="an episode calls it with these, by position",
+                    fix=f"def {name}(self, {given})",
+                )
 
     def places(self, context: StageContext) -> Places:
         """Processes of the environment, beside this worker or, in a run that has a group for them, there; those of one

@@ -11,13 +11,20 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from string import Formatter
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from pipeline import Field
 from pipeline.errors import Problem
 from stages.vocabulary import ANSWER, IMAGES, PROMPT
 
 Extra: TypeAlias = "str | Field | tuple[str, str | Field]"
+
+
+class FoundColumn(NamedTuple):
+    """An extra column that is given by name only, and whose values have decided the type of its field."""
+
+    column: str
+    made: Field
 
 
 def extra_entries(extra: Extra | Sequence[Extra]) -> tuple[Extra, ...]:
@@ -37,13 +44,15 @@ def extra_column(entry: object) -> tuple[str, Field] | str:
             made = Field(made.rpartition(".")[2] if made == column else made, dtype="str")
         except ValueError as error:
             return str(error)
-    return "a row of a data set holds no weights" if made.per_step else (column, made)
+    if made.per_step:
+        return "a row of a data set holds no weights"
+    return entry if isinstance(entry, FoundColumn) else (column, made)
 
 
 def extra_columns(extra: Sequence[object], taken: Sequence[str]) -> tuple[tuple[str, Field], ...]:
     """The valid entries, each field once, without the names in `taken`."""
     found = [made for entry in extra if not isinstance(made := extra_column(entry), str)]
-    return tuple({made.name: (column, made) for column, made in found if made.name not in taken}.values())
+    return tuple({entry[1].name: entry for entry in found if entry[1].name not in taken}.values())
 
 
 def template_columns(template: str) -> tuple[str, ...]:

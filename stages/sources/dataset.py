@@ -216,9 +216,10 @@ def split_choice(name: str, split: str | None, splits: Sequence[str]) -> tuple[s
 
 
 def missing_file(path: Path, where: str) -> Problem:
-    """The problem of a path that does not exist."""
-    folder = path.parent
-    beside = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
+    """The problem of a path at which there is neither a file nor a folder."""
+    folder, is_there = path.parent, path.exists()  # a device, say
+    beside = [entry.name for entry in folder.iterdir()] if folder.is_dir() and not is_there else []
+    beside = [name for name in beside if name != path.name]  # a link to nothing
     close = [str(folder / name) for name in get_close_matches(path.name, beside, n=1)]
     kind = "Parquet" if path.suffix == ".parquet" else "JSONL"
     fix = f"did you mean {close[0]!r}?" if close else "give the path of a file with one JSON object per line"
@@ -226,7 +227,7 @@ def missing_file(path: Path, where: str) -> Problem:
         fix = "expand the home folder, such as Path('~/train.jsonl').expanduser()"
     return Problem(
         where=where,
-        what=f"{str(path)!r} does not exist",
+        what=f"{str(path)!r} " + ("is neither a file nor a folder" if is_there else "does not exist"),
         why=f"rows are read from a {kind} file, by its path from the working directory",
         fix=fix,
     )

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from pipeline import Field, StageError
 from pipeline.errors import Problem
 from stages.images import MARK, framed, mark_reason
-from stages.sources.columns import template_columns
+from stages.sources.columns import FoundColumn, template_columns
 from stages.sources.values import (
     array_value,
     array_wanted,
@@ -109,13 +109,14 @@ class Schema:
             values.insert(1, self._text(row, self.answer, where))
         if self.images is not None and (arrays or folder is not None):
             values += self._images(row, values[-1] if self.chat else values[0], where, folder or Path(), read=arrays)
-        for column, made in self.extra:
+        for entry in self.extra:
+            column, made = entry
             if made.dtype == "str":
                 values.append(self._text(row, column, where))
             elif not array_wanted(made):
                 value = _found(row, column, where)
                 if reason := scalar_reason(made, value):
-                    raise _mistyped(where, column, made, reason)
+                    raise _odd(where, entry, value) or _mistyped(where, column, made, reason)
                 values.append(value)
             elif arrays:
                 value, reason = array_value(made, _found(row, column, where), folder or Path())
@@ -290,6 +291,17 @@ def _messages(value: object) -> list[dict[str, Any]] | str:
     if not value[-1]["content"]:
         return "ends with an empty message"
     return [{key: part for key, part in message.items() if part is not None} for message in value]
+
+
+def _odd(where: str, entry: tuple[str, Field], value: object) -> StageError | None:
+    """The error of a value that is not of the kind of the others, which decided the type; None if that is not why."""
+    column, made = entry
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not isinstance(entry, FoundColumn) or (is_number and made.dtype != "bool"):
+        return None
+    are, one = ("truths", "true or false") if made.dtype == "bool" else ("numbers", "a number")
+    what, why = f"column {column!r} is {shown_value(value)}", f"most of the others are {are}"
+    return _problem(where, what, why, f"write {one}, or remove the row")
 
 
 def _mistyped(where: str, column: str, made: Field, reason: str) -> StageError:

@@ -7,6 +7,7 @@ from tests.errors.harness import Case
 IMPORT = "from stages import Dataset, Mixture\n\n\n"
 ROW = '{"prompt": "r11>", "answer": "2"}\n'
 TWO = {"gsm8k/train.jsonl": ROW, "gsm8k/test.jsonl": ROW}
+LEVELS = "".join(f'{{"prompt": "r1{i}>", "answer": "", "level": {"null" if i == 1 else i}}}\n' for i in range(4))
 NESTED = '{"prompt": "r11>", "reward_model": {"ground_truth": "2"}, "data_source": "sums"}\n'
 CHAT = '{{"prompt": [{{"role": "user", "content": "r11>"}}{}], "answer": "2"}}\n'
 IMAGE = "Field('image', dtype='uint8', dims='N B')"
@@ -70,6 +71,7 @@ COLUMNS = [
     drawn("template_with_an_open_brace", r'"t.jsonl", template="\\boxed{ {prompt}"', {"t.jsonl": ROW}),
     drawn("prompt_is_a_list", '"t.jsonl", prompt=["question"]', {"t.jsonl": ROW}),
     drawn("extra_column_is_missing", '"t.jsonl", extra="level"', {"t.jsonl": ROW}, at=()),
+    drawn("extra_column_with_an_odd_row", '"t.jsonl", extra="level"', {"t.jsonl": LEVELS}, at=()),
     drawn("extra_column_in_capitals", '"t.jsonl", extra=("Level",)', {"t.jsonl": ROW}),
     drawn("extra_column_is_a_number", '"t.jsonl", extra=(3,)', {"t.jsonl": ROW}),
     drawn("extra_column_is_the_answer", '"t.jsonl", extra=("answer",)', {"t.jsonl": ROW}),

@@ -26,6 +26,15 @@ class Half(Environment):
 
 
 """
+FORGETFUL = """class Forgetful(Quiz):
+    def turn(self, reply):
+        return End()
+
+    def close(self):
+        pass
+
+
+"""
 LONG = """def long(response_ids: list[int], answer: str) -> float:
     return float(len(response_ids))
 
@@ -63,6 +72,7 @@ CASES = [
     episode("no_environment", environment="None"),
     episode("environment_is_a_class", environment="Quiz"),
     episode("environment_without_turns", environment="Half()"),
+    replace(episode("environment_without_its_state", environment="Forgetful()"), top=TOP + FORGETFUL),
     episode("lost_episodes_that_nothing_drops", extra="()"),
     episode("lost_episodes_behind_a_filter", extra="(Filter(),)"),
     Case("more_lost_than_all", {"extra": "(Filter('complete', lost=1.5),)"}, at=("extra",), top=TOP),

@@ -248,8 +248,9 @@ def test_nothing_is_written_without_room_for_the_model_or_for_another_one_like_t
     run = RunDir(tmp_path).create()
     free = 0
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(0, 0, free))
-    with pytest.raises(CheckpointError, match=rf"has {executor.saved_bytes():,} bytes, and 0 are free here"):
+    with pytest.raises(CheckpointError, match=rf"has {executor.saved_bytes():,} bytes, and 0 are free here") as first:
         save(executor, run, 1)
+    assert str(first.value).endswith("there is no earlier one. Fix: free disk space, then --resume")
     assert not list(run.checkpoints.iterdir())
     free = executor.saved_bytes()
     save(executor, run, 1)
@@ -261,7 +262,11 @@ def test_nothing_is_written_without_room_for_the_model_or_for_another_one_like_t
     assert not disk.calls
     free += 1
     save(executor, run, 2)
-    assert run.checkpoint_steps() == [1, 2]
+    save(executor, run, 3)
+    assert run.checkpoint_steps() == [1, 2, 3]
+    free = 0
+    with pytest.raises(CheckpointError, match=r"earlier checkpoints are complete.* keep_?.*fewer checkpoints"):
+        save(executor, run, 4)
 
 
 @pytest.mark.parametrize("first", [2, 3, 5, 8])

@@ -1,7 +1,13 @@
 """Console output: problems, the plan, progress and the summary, at a fixed width."""
 
+import os
+import re
+import subprocess
+import sys
 import threading
+from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -213,6 +219,49 @@ def test_a_start_says_what_it_waits_for_although_nothing_happens(capsys, monkeyp
         assert said == [f"starting sampler (vllm)  {at} s" for at in (10, 20, 30)]
 
 
+ON_A_TERMINAL = """
+import fcntl, struct, sys, termios
+from pathlib import Path
+from pipeline import screen
+from pipeline.cli.console import Progress
+from tests.unit.test_console import METRICS, SIZES, made, toy
+
+with Progress(made(schedule=toy.Schedule(steps=4)), 0) as progress:
+    for step, size in enumerate((*SIZES, (10, 30))):
+        fcntl.ioctl(1, termios.TIOCSWINSZ, struct.pack("HHHH", *size, 0, 0))
+        with screen.aside(Path(sys.argv[1])):
+            progress.starting("sampler (vllm, policy-of-a-long-name, and-its-reference-of-a-longer-name)")
+        progress.step(step, METRICS | {"rollout/length_mean": 5000.0})
+"""
+SIZES = {
+    (24, 200): [
+        "starting sampler (vllm, policy-of-a-long-name, and-its-reference-of-a-longer-name)  # s",
+        "step 1/4  reward 0.500  20,000 tok/s  2.00 s/step, slowest rollout 1.50 s  # s left",
+    ],
+    (24, 80): [
+        "starting sampler (vllm, policy-of-a-long-name, and-its-reference-of-a-l...  # s",
+        "step 2/4  reward 0.500  20,000 tok/s  2.00 s/step  # s left",
+    ],
+    (10, 30): ["starting sampler (vll...  # s", "step 3/4  reward 0.500"],
+}
+
+
+def test_a_line_that_is_rewritten_has_one_row_of_the_terminal_as_it_is_now(tmp_path):
+    """One that stays is whole."""
+    mine, its = os.openpty()
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    with subprocess.Popen([sys.executable, "-c", ON_A_TERMINAL, tmp_path / "log"], stdout=its, env=environment) as run:
+        os.close(its)
+        shown = b""
+        with suppress(OSError):  # once nothing writes there
+            while part := os.read(mine, 65536):
+                shown += part
+        os.close(mine)
+    said = [re.sub(r"\b\d+ s( left)?$", r"# s\1", part.strip()) for part in shown.decode().split("\r\x1b[2K")[1:]]
+    assert (run.returncode, said[:6]) == (0, [line for lines in SIZES.values() for line in lines])
+    assert said[-1] == "step 4/4  reward 0.500  20,000 tok/s  2.00 s/step, slowest rollout 1.50 s  # s left"
+
+
 def test_the_line_about_a_start_comes_from_a_thread_that_ends_with_the_start(capsys, monkeypatch):
     monkeypatch.setattr("pipeline.cli.start_line.EVERY_S", 0.01)
     monkeypatch.setattr("pipeline.cli.start_line.SILENCE_S", 0.0)
@@ -231,6 +280,22 @@ def test_a_start_names_the_backend_and_the_models_of_a_group():
     planned = msgspec.structs.replace(made(), stages=tuple(named))
     assert planned.loading(["sampler"]) == "sampler (torch, policy, policy (frozen))"
     assert planned.loading(["learner", "host"]).startswith("learner (torch, policy, policy (frozen)), host (python")
+
+
+def test_the_summary_of_a_resumed_run_begins_with_the_first_evaluation_in_its_record(capsys, tmp_path):
+    def said(metrics, step, name="eval/close"):
+        progress = Progress(made(), step, metrics=metrics)
+        progress.step(step, METRICS | {name: 0.75})
+        print_summary(made(), progress, run_dir="runs/toy", wall_s=1.0, commands=[])
+        return capsys.readouterr().out.partition(" on held-out prompts  ")[2].splitlines()[0]
+
+    record = tmp_path / "metrics.jsonl"
+    assert said(record, 2) == "0.750 at step 3"
+    record.write_text('{"step":0,"eval/close":"high"}\n')
+    assert said(record, 2) == "0.750 at step 3"
+    record.write_text('{"step":0,"eval/count":9.0,"eval/close":0.125}\n{"step":1}\n{"step":2,"eval/close":0.5}\n')
+    assert said(record, 2) == "0.125 at step 0, 0.750 at step 3 (+0.625)"
+    assert said(record, 2, "eval/exact_match") == "0.750 at step 3", "another measure than before"
 
 
 @pytest.mark.parametrize("evaluated", [True, False])

@@ -462,7 +462,9 @@ def test_a_failure_that_comes_again_at_its_turn_is_the_policys(
     assert made["end"] == ["answered"] * 4 + [end] * 2 + ["answered"] * 2
     assert all(len(made["turn_ends"][i]) == 2 for i in (4, 5)), "what the policy wrote until then is kept"
     kind = end.rpartition(":")[2]
-    assert capsys.readouterr().err.count(f"an environment has failed twice at turn 2: turn: {kind}: ") == 1
+    said = capsys.readouterr().err
+    assert said.count(f"an environment has failed twice at turn 1: turn: {kind}: ") == 1
+    assert said.count(f"{kind}: ") == 1, "the class of an error is said once"
 
 
 @pytest.mark.parametrize(
@@ -831,3 +833,31 @@ def test_a_resumed_run_is_the_whole_one(tmp_path: Path) -> None:
 def test_the_same_run_is_the_same_bits(tmp_path: Path) -> None:
     runs = [execute(tmp_path / str(n), run_graph(Echo(sleep_s=0.02 * n))) for n in range(2)]
     assert published(runs[0]) == published(runs[1]) and len(published(runs[0])) == 3
+
+
+def any_number(self: Any, *given: Any) -> End:
+    return End()
+
+
+def with_defaults(self: Any, state: Any, reply: Any = None, more: Any = None) -> End:
+    return End()
+
+
+def without_state(self: Any, reply: Any) -> End:
+    return End()
+
+
+def by_name(self: Any, *, state: Any, reply: Any) -> End:
+    return End()
+
+
+@pytest.mark.parametrize(
+    ("turn", "is_called"),
+    [(any_number, True), (with_defaults, True), (staticmethod(divmod), True), (staticmethod(print), True),
+     (without_state, False), (by_name, False), (without_state(None, None), False)],
+)  # fmt: skip
+def test_an_environment_can_be_called_as_it_will_be(turn: Any, is_called: bool) -> None:
+    environment = type("Asked", (OneTurn,), {"turn": turn})()
+    found = [problem.what for problem in episode(environment)._environment_problems("", "")]
+    refused = "the environment Asked has a turn() that does not take (state, reply)"
+    assert found == ([] if is_called else [refused])

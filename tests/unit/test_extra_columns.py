@@ -293,9 +293,43 @@ def test_a_column_that_is_only_named_has_the_type_of_its_values(tmp_path):
     assert named == {"prompt": "str", "answer": "str", "level": "int64", "half": "float32", "hard": "bool",
                      "answer_text": "str", "rank": "int64"}  # fmt: skip
     assert {made.name: made.dtype for made in Prompts(path, extra="level", as_text="level").writes}["level"] == "str"
-    mixed = write(tmp_path / "mixed.jsonl", [{"prompt": "", "answer": "", "level": level} for level in (1, "2")])
+    mixed = write(tmp_path / "mixed.jsonl", [{"prompt": "", "answer": "", "level": level} for level in ("1", 2)])
     assert Prompts(mixed, extra="level").writes[-1].dtype == "str"
     assert Prompts(tmp_path / "none.jsonl", extra="level").writes[-1].dtype == "str"
+
+
+@pytest.mark.parametrize(
+    ("good", "odd", "dtype", "what", "fix"),
+    [
+        (7, None, "int64", "is null; most of the others are numbers", "write a number, or remove the row"),
+        (7, True, "int64", "is true; most of the others are numbers", "write a number, or remove the row"),
+        (7, "x", "int64", 'is "x"; most of the others are numbers', "write a number, or remove the row"),
+        (7.5, [1], "float32", "is [1]; most of the others are numbers", "write a number, or remove the row"),
+        (False, 1, "bool", "is 1; most of the others are truths", "write true or false, or remove the row"),
+        (7, ..., "int64", "is missing; this line has 'prompt', 'answer'", "name the columns with"),
+        (
+            7,
+            2**70,
+            "int64",
+            f"is {2**70}, which is out of range; the field 'level' is int64",
+            "give each row one value",
+        ),
+        ("a", 1, "str", "is 1, which is not a string; an extra column is all strings", "write it as a string"),
+        ("a", None, "str", "is null, which is not a string; an extra column is all strings", "write it as a string"),
+    ],
+)
+@pytest.mark.parametrize("at", [0, 2])
+def test_of_a_column_that_is_only_named_the_odd_row_is_named(tmp_path, good, odd, dtype, what, fix, at):
+    made = [{"prompt": str(i), "answer": "", "level": good} for i in range(3)]
+    made[at]["level"] = odd
+    if odd is ...:
+        del made[at]["level"]
+    path = write(tmp_path / "d.jsonl", made)
+    source = Prompts(path, extra="level")
+    assert source.writes[-1].dtype == dtype
+    found = problem(source)
+    assert found.where == f"{path}:{at + 1}"
+    assert f"{found.what}; {found.why}".startswith(f"column 'level' {what}") and found.fix.startswith(fix)
 
 
 def test_a_named_column_of_a_parquet_file_has_the_type_of_its_values(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import resource
 from pathlib import Path
 
 import pytest
@@ -47,9 +48,23 @@ def test_a_recipe_after_flags(capsys):
     assert capsys.readouterr().err.endswith("Fix: did you mean quickstart?\n")
 
 
-def test_a_file_is_never_written_over(tmp_path):
+def test_a_file_is_never_written_over(tmp_path, capsys):
     (tmp_path / "there.py").write_text("mine")
+    (tmp_path / "there_2.py").symlink_to("nowhere")
     assert new.main(["there"]) == 2 and (tmp_path / "there.py").read_text() == "mine"
+    assert capsys.readouterr().err.endswith("Fix: choose another name, such as there_3.py\n")
+
+
+def test_nothing_is_left_of_a_file_that_cannot_be_written_whole(tmp_path, capsys):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+    try:
+        code = new.main(["mine"])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert (code, list(tmp_path.iterdir())) == (2, [])
+    assert capsys.readouterr().err.startswith("mine.py: it cannot be written: File too large; ")
+    assert new.main(["mine"]) == 0
 
 
 def test_the_command_sluice_copies_too(capsys):

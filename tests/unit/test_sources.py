@@ -97,6 +97,8 @@ def test_a_split_is_a_word_of_the_name(tmp_path, names, chosen):
             "leave out split=",
         ),
         (lambda f: write(f / "a.jsonl", rows(1)) and Dataset((f, f / "b.jsonl")), "b.jsonl' does not exist", "a.jsonl"),
+        (lambda f: (f / "dead.jsonl").symlink_to("no") or Dataset(f / "dead.jsonl"), "does not exist", "give the path"),
+        (lambda f: Dataset("/dev/null"), "'/dev/null' is neither a file nor a folder", "give the path"),
         (lambda f: Dataset("no_such_owner/"), "'no_such_owner' does not exist", "give the path"),
     ],
 )
