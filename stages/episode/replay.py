@@ -89,7 +89,7 @@ def replayed(stage: TurnStage, sample: Mapping[str, Any], context: StageContext)
         made = _played(stage, sample, context, turns, written)
     except DifferedError as differed:
         return [
-            f"its environment: differs before turn {differed.turn + 1}",
+            f"its environment: differs before turn {differed.turn}",
             *_said(json.loads(sample[CONVERSATION.name])),
         ], False
     before = {END.name: sample[END.name], TURN_REWARDS.name: sample[TURN_REWARDS.name]}

@@ -46,7 +46,7 @@ def test_an_environment_that_answers_otherwise_is_found_at_its_turn(run: Path, t
     mark.touch()
     environment = Faulty(fault="differ", at=1, mark=str(mark))
     lines, same = replay_episode(run_graph(environment), run, kept(run)[0], live=False)
-    assert not same and lines[0] == "its environment: differs before turn 2"
+    assert not same and lines[0] == "its environment: differs before turn 1"
 
 
 def longer(response: str) -> float:
