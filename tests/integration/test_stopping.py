@@ -307,6 +307,19 @@ def test_a_run_without_a_checkpoint_is_resumed_from_the_start_and_one_without_an
     assert (run_dir.path / "before-1" / "events.jsonl").is_file()
 
 
+def test_the_end_of_a_run_is_recorded_before_its_workers_end(tmp_path):
+    """That may take seconds, in which the run can be killed."""
+    seen: list[trace.Ended] = []
+
+    class Ends(LocalExecutor):
+        def close(self) -> None:
+            seen.extend(events(RunDir(tmp_path / "run"), trace.Ended))
+            super().close()
+
+    execute(NUMBERS, {"steps": 1}, tmp_path / "run", Ends())
+    assert len(seen) == 1
+
+
 def test_a_handler_that_is_removed_in_c_is_put_back_at_once_and_at_the_end() -> None:
     """Ray's end removes that of SIGTERM, a second or more before it returns."""
     from pipeline.executors.connection import _handler_put_back

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from aiohttp.web import HTTPNotFound
 
+from pipeline.errors import GraphError
 from pipeline.view import _folder
 from pipeline.web import pages
 from pipeline.web.exports import EXPORTS
@@ -242,6 +243,13 @@ def test_a_wrong_command_says_so(tmp_path, argv, says):
     command = [sys.executable, "-m", "pipeline.view", *argv, "--no-open"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
     assert done.returncode == 2 and says in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_folder_whose_name_cannot_be_shown_is_refused(tmp_path):
+    (tmp_path / "a\tb").mkdir()
+    (tmp_path / "a\tb" / "plan.json").write_text("{}")
+    with pytest.raises(GraphError, match="has a character that cannot be shown.*Fix: rename the folder"):
+        _folder(tmp_path / "a\tb")
 
 
 def test_a_port_that_is_taken_is_told(served, tmp_path):
