@@ -248,7 +248,7 @@ def test_a_wrong_command_says_so(tmp_path, argv, says):
 def test_a_folder_whose_name_cannot_be_shown_is_refused(tmp_path):
     (tmp_path / "a\tb").mkdir()
     (tmp_path / "a\tb" / "plan.json").write_text("{}")
-    with pytest.raises(GraphError, match="has a character that cannot be shown.*Fix: rename the folder"):
+    with pytest.raises(GraphError, match=r"has a character that cannot be shown.*Fix: rename the folder"):
         _folder(tmp_path / "a\tb")
 
 
