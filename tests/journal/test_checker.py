@@ -171,7 +171,7 @@ def _line_of(run: MadeUp, *, step: int) -> int:
 
 def test_blind_changes_are_noticed():
     """The rest cannot be noticed: a missing Ended looks like a killed run, and a Fenced has no consequences."""
-    noticed = shares(*survey(each=60))
+    noticed = shares(*survey(each=30))
     assert noticed["delete"] > 0.75 and noticed["repeat"] > 0.85 and noticed["edit"] > 0.85, noticed
 
 
