@@ -16,7 +16,7 @@ from pipeline.cli.command import exit_code
 from pipeline.record.runs import list_runs, open_run
 from pipeline.web import pages
 from tests.errors.harness import DEF, LINES, PROBLEM, TOP, command, graph_text, live_text
-from tests.unit.damage import answered
+from tests.unit.damage import answered, damaged
 
 LOCAL = ("--executor", "local", "--run-dir", "run")
 LONG = "x" * 300
@@ -61,11 +61,10 @@ SENT = ("events.jsonl", "metrics.jsonl", "run.json", "graph.py", "samples/step_0
 @pytest.mark.parametrize("name", [*SENT, "checkpoints/step_000001/manifest.json"])
 def test_a_pipe_in_a_run_is_not_waited_for(ran: Path, tmp_path: Path, name: str) -> None:
     shutil.copytree(ran / "run", tmp_path / "run")
-    (tmp_path / "run" / name).unlink()
-    os.mkfifo(tmp_path / "run" / name)
-    assert answered(tmp_path, "run", "mirrored", program="mirror")[0] == 2
-    if name in SENT[:3]:
-        assert answered(tmp_path, "run", "--tensorboard", "tb", program="forward")[0] == 2
+    with damaged(tmp_path / "run" / name, ("pipe", 0)):
+        assert answered(tmp_path, "run", "mirrored", program="mirror")[0] == 2
+        if name in SENT[:3]:
+            assert answered(tmp_path, "run", "--tensorboard", "tb", program="forward")[0] == 2
 
 
 SCRIPT = """
