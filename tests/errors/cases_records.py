@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,14 +17,6 @@ def reading(name: str, program: str, *args: str, change: Callable[[Path], None] 
 def _write(name: str, content: str) -> Callable[[Path], None]:
     def change(folder: Path) -> None:
         (folder / name).write_text(content)
-
-    return change
-
-
-def _pipe(name: str) -> Callable[[Path], None]:
-    def change(folder: Path) -> None:
-        (folder / name).unlink()
-        os.mkfifo(folder / name)
 
     return change
 
@@ -54,7 +45,6 @@ CASES = [
     *(reading(f"{program}_nothing_of_a_run_in_runs", program, change=in_runs) for program in COMMANDS),
     reading("analyse_a_name_too_long", "analyse", "x" * 256),
     reading("simulate_a_name_too_long", "simulate", "x" * 256),
-    reading("forward_a_pipe", "forward", "run", "--tensorboard", "tb", change=_pipe("run/events.jsonl")),
     reading("mirror_nowhere", "mirror", "run"),
     reading("view_of_no_folder", "view", "nodir"),
     reading("view_of_no_folder_of_a_run_in_runs", "view", "nodir", change=in_runs),
