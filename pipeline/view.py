@@ -108,6 +108,7 @@ def _folder(path: Path) -> tuple[Path, str]:
                 fix=" ".join([*typed("pipeline.view"), example()]),
             )
         )
+    next(path.iterdir(), None)  # raises if it cannot be read
     return path, ""
 
 

@@ -24,9 +24,10 @@ from pipeline.cli import console
 from pipeline.cli.output import discard, open_standard_files
 from pipeline.cli.recipes import graph_path
 from pipeline.engine.termination import SIGNALS
-from pipeline.errors import GraphError, Problem, SluiceError, mistaken_import, shown
+from pipeline.errors import GraphError, Problem, SluiceError, mistaken_import, shown, user_line
 from pipeline.forks import exit_now, keep
 from pipeline.precedence import SCRIPT, replaced
+from pipeline.reading import refused
 from pipeline.starting import INTERRUPTED, INTERRUPTED_CODE, started
 
 TRUTHS = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
@@ -69,7 +70,10 @@ def _exit_code(command: Callable[[list[str]], int], argv: Sequence[str] | None) 
         discard(sys.stdout)  # so that the flush at exit does not fail too
         return 141
     except Exception as error:
-        if (problem := mistaken_import(error)) is None:
+        problem = mistaken_import(error)
+        if problem is None and isinstance(error, OSError) and not user_line(error):
+            problem = refused(error)
+        if problem is None:
             raise
         console.print_problems([problem])
         return 2

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import shlex
+from contextlib import suppress
 from pathlib import Path
 
 from pipeline.cli import console
 from pipeline.cli.recipes import recipes
-from pipeline.record.runs import list_runs
+from pipeline.errors import GraphError
+from pipeline.record.runs import UNREADABLE, list_runs
 from pipeline.rundir import RUNS
 
 
@@ -28,15 +30,17 @@ def print_list(runs: Path) -> None:
         return
     table = Table("run", "graph", "state", "steps", "started", box=None, padding=(0, 2, 0, 0))
     for run in found:
-        steps = f"{run.step}" if run.steps is None else f"{run.step} of {run.steps}"
+        steps = "" if run.state == UNREADABLE else f"{run.step}" if run.steps is None else f"{run.step} of {run.steps}"
         table.add_row(_shown(run.path), run.graph, run.state, steps, run.started)
     out.print(table)
 
 
 def example(given: str | None = None, here: Path = Path()) -> str:
     """Return a run for an example, as typed: the given one, the newest in runs/, or else such a name."""
-    newest = (str(run.path.relative_to(here)) for run in list_runs(here / RUNS))
-    found = given or next(newest, None)
+    runs = []
+    with suppress(GraphError):
+        runs = [run for run in list_runs(here / RUNS) if run.state != UNREADABLE]
+    found = given or next((str(run.path.relative_to(here)) for run in runs), None)
     return shlex.quote(found) if found else f"{RUNS}/quickstart-..."
 
 

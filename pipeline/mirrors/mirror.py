@@ -18,6 +18,7 @@ import msgspec
 
 from pipeline.errors import CheckpointError, GraphError, Problem
 from pipeline.mirrors.remote import Remote
+from pipeline.reading import check_file
 from pipeline.record import checkpoint, trace
 from pipeline.record.checkpoint import MANIFEST
 from pipeline.rundir import RunDir
@@ -33,6 +34,7 @@ class _Stamp(NamedTuple):
 
     @staticmethod
     def of(path: Path) -> _Stamp:
+        check_file(path)
         found = path.stat()
         return _Stamp(found.st_size, found.st_mtime_ns)
 

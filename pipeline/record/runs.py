@@ -21,7 +21,7 @@ import msgspec
 from pipeline.errors import GraphError, Problem, message_of, shown
 from pipeline.plan.plan import Plan
 from pipeline.plan.recorded import contradictions
-from pipeline.reading import decode, readable
+from pipeline.reading import check_file, decode, readable
 from pipeline.record import trace
 from pipeline.record.history import last_run
 from pipeline.rundir import RunDir
@@ -29,7 +29,7 @@ from pipeline.rundir import RunDir
 Metrics = dict[
     str, Any
 ]  # a line of metrics.jsonl: "step", counted from 1 (0 is before the first), "version", and values
-UNFINISHED = "unfinished"
+UNFINISHED, UNREADABLE = "unfinished", "unreadable"
 LARGEST = 10**18  # a step
 LAST_BYTES = 1 << 20  # read from the end of a file to find its last line
 
@@ -51,7 +51,8 @@ class OpenedRun(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """A run in a list. `step` is the last step with metrics, out of `steps`; None if unknown."""
+    """A run in a list. `step` is the last step with metrics, out of `steps`; None if unknown. The state of a folder
+    that this user may not read is "unreadable"; it may hold no run."""
 
     name: str
     path: Path
@@ -84,7 +85,9 @@ def run_directory(path: Path) -> RunDir:
     """The run directory at a path. Raises GraphError if there is none, or it has no record."""
     run_dir = RunDir(path)
     for file in (run_dir.plan, run_dir.events):
-        if not file.is_file():
+        with of_a_run(file):
+            is_there = file.is_file()
+        if not is_there:
             raise GraphError(
                 Problem(
                     where=str(path),
@@ -155,8 +158,11 @@ def state_of(last: trace.TraceEvent | None) -> str:
 
 
 def list_runs(folder: Path) -> list[RunSummary]:
-    """Return the runs in a folder, newest first; reads only the ends of their files."""
-    found = [_summary(path.parent) for path in folder.glob("*/run.json")] if folder.is_dir() else []
+    """Return the runs in a folder, newest first; reads only the ends of their files. Raises GraphError if the folder
+    cannot be read."""
+    with readable(folder, GraphError, why="the runs in it are listed", fix="name another folder"):
+        paths = [*folder.iterdir()] if folder.is_dir() else []
+    found = [summary for path in paths if (summary := _summary(path))]
     return sorted(found, key=lambda run: (run.started, run.name), reverse=True)
 
 
@@ -193,7 +199,12 @@ def run_json(path: Path) -> dict[str, Any]:
 
 
 def described_run(path: Path) -> dict[str, Any]:
-    """Return the contents of run.json. Raises GraphError if `path` is not a run directory."""
+    """Return the contents of run.json. Raises GraphError if `path` is not a run directory, or a file of its record is a
+    pipe, which who opens it may wait for."""
+    run_dir = RunDir(path)
+    for file in (run_dir.run_json, run_dir.metrics, run_dir.events):
+        with of_a_run(file):
+            check_file(file)
     if found := run_json(path):
         return found
     raise GraphError(
@@ -223,8 +234,17 @@ def add_end(events: Path, steps: int) -> None:
     pen.close()
 
 
-def _summary(path: Path) -> RunSummary:
+def _summary(path: Path) -> RunSummary | None:
+    """Return the summary of a folder; None if it holds no run."""
     run_dir = RunDir(path)
+    try:
+        if not run_dir.run_json.exists():
+            return None
+        if run_dir.run_json.is_file():
+            with run_dir.run_json.open("rb"):
+                pass
+    except OSError:
+        return RunSummary(name=path.name, path=path, graph="", started="", state=UNREADABLE, step=0, steps=None)
     described = run_json(path)
     steps = None
     if run_dir.plan.is_file():

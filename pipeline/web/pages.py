@@ -23,6 +23,7 @@ from pipeline.record import trace
 from pipeline.record.lock import holder_lives
 from pipeline.record.runs import (
     UNFINISHED,
+    UNREADABLE,
     RunSummary,
     consistent,
     list_runs,
@@ -52,7 +53,7 @@ READ = ("run.json", "plan.json", "events.jsonl", "metrics.jsonl", "data_plane.js
 
 def runs(folder: Path) -> list[dict[str, Any]]:
     """Return the available runs, newest first. The state of one without an end is "running" or "killed" if its process
-    can be asked, else "unfinished"."""
+    can be asked, else "unfinished"; of a folder that this user may not read, "unreadable"."""
     return [
         {
             "name": run.path.name,
@@ -63,7 +64,8 @@ def runs(folder: Path) -> list[dict[str, Any]]:
             "steps": run.steps,
         }
         for run in list_runs(folder)[:RUNS]
-        if is_run_name(run.path.name) and not run.path.is_symlink() and outward(run.path, READ) is None
+        if is_run_name(run.path.name) and not run.path.is_symlink()
+        if run.state == UNREADABLE or outward(run.path, READ) is None
     ]
 
 

@@ -24,6 +24,7 @@ from pipeline.declare.calls import import_fault, is_async, is_generator
 from pipeline.declare.interpreter import Answer, ask, is_elsewhere
 from pipeline.declare.parameters import is_whole
 from pipeline.errors import Problem, line_of_code, problems_of, shown
+from pipeline.reading import refused
 from stages.backends.interface import (
     PULL,
     STREAM_ROLLOUT,
@@ -446,7 +447,13 @@ def model_problems(model: Model) -> Iterator[Problem]:
 def _folder_problems(model: Model) -> Iterator[Problem]:
     """What is wrong with a local folder; nothing if the source is a hub name."""
     folder, where = Path(model.source), str(model.location)
-    if not (folder / "config.json").is_file():
+    try:
+        is_here = (folder / "config.json").is_file()
+    except OSError as error:
+        if problem := refused(error, where):
+            yield problem
+        return
+    if not is_here:
         if model.source.startswith((".", "/", "~")) or model.source.count("/") > 1 or folder.is_dir():
             what = f"the folder {model.source!r} " + ("has no config.json" if folder.is_dir() else "does not exist")
             yield Problem(where=where, what=what, why="a model is a folder or a hub name", fix="correct the path")

@@ -22,7 +22,7 @@ import msgspec
 
 from pipeline import StageError
 from pipeline.errors import Problem
-from pipeline.reading import decode, readable
+from pipeline.reading import decode, readable, refused
 from stages.sources.columns import template_problems
 
 SUFFIXES = (".jsonl", ".parquet")
@@ -92,7 +92,21 @@ class Hub(NamedTuple):
 
 
 def locate(dataset: Dataset, where: str) -> Files | SavedDataset | Hub:
-    """Find the rows, without network access. Raises StageError with one problem at `where` if they do not exist."""
+    """Find the rows, without network access. Raises StageError with one problem at `where` if they do not exist, or
+    this user may not read them."""
+    try:
+        located = _located(dataset, where)
+        for path in located.paths if isinstance(located, Files) else ():
+            with path.open("rb"):
+                pass
+        return located
+    except OSError as error:
+        if (problem := refused(error, where)) is None:
+            raise
+        raise StageError(problem) from error
+
+
+def _located(dataset: Dataset, where: str) -> Files | SavedDataset | Hub:
     parts = [dataset.path] if isinstance(dataset.path, str | Path) else list(dataset.path)
     if len(parts) == 1:
         path = Path(parts[0])

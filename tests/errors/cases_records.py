@@ -43,6 +43,8 @@ CASES = [
     reading("analyse_with_no_run", "analyse", "run", "--compare", "other"),
     reading("analyse_misspelled", "analyse", "run", "--comparison", "other"),
     *(reading(f"{program}_nothing_of_a_run_in_runs", program, change=in_runs) for program in COMMANDS),
+    reading("analyse_a_name_too_long", "analyse", "x" * 256),
+    reading("simulate_a_name_too_long", "simulate", "x" * 256),
     reading("mirror_nowhere", "mirror", "run"),
     reading("view_of_no_folder", "view", "nodir"),
     reading("view_of_no_folder_of_a_run_in_runs", "view", "nodir", change=in_runs),

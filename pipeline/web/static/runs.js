@@ -3,7 +3,7 @@
 import { Card, Empty, html, number, useEffect, useLoaded, useState } from "./ui.js";
 import { get } from "./api.js";
 
-const WORDS = { finished: "Finished", failed: "Failed", interrupted: "Interrupted", running: "Live", killed: "Killed", unfinished: "Live or killed" };
+const WORDS = { finished: "Finished", failed: "Failed", interrupted: "Interrupted", running: "Live", killed: "Killed", unfinished: "Live or killed", unreadable: "Cannot be read" };
 const LOOKS = { finished: "finished", failed: "failed", interrupted: "silent", running: "running", killed: "failed" };
 
 export function Runs() {
