@@ -25,7 +25,7 @@ import msgspec
 from pipeline.cli.command import Parser, exit_code
 from pipeline.cli.ended import ended_input
 from pipeline.cli.listing import example
-from pipeline.errors import GraphError, Problem, refusals
+from pipeline.errors import GraphError, Problem, counted, refusals
 from pipeline.forwarders import SERVICES, Described, Sink, check, errors, failure, opened
 from pipeline.forwarders.step_times import StepTimes
 from pipeline.precedence import typed
@@ -64,8 +64,9 @@ class Tail:
             yield line
 
 
-def forward(run: Path, wanted: Mapping[str, str], *, wait: Callable[[str], bool] = lambda state: False) -> None:
-    """Forward the metrics of a run to services, each with its destination; see `SERVICES`.
+def forward(run: Path, wanted: Mapping[str, str], *, wait: Callable[[str], bool] = lambda state: False) -> int:
+    """Forward the metrics of a run to services, each with its destination; see `SERVICES`. Returns the number of steps
+    that were new to one of them.
 
     When everything is forwarded, `wait` is called with the state of the run; it waits and returns whether to read
     again. A service that fails is skipped from then on; at the end, GraphError names each one and the reason.
@@ -80,6 +81,7 @@ def forward(run: Path, wanted: Mapping[str, str], *, wait: Callable[[str], bool]
         for at_s, line in times.of(tail.lines(), last=not more):  # after the last wait too
             forwarder.put(line, at_s)
     forwarder.close(state_on_disk(events))
+    return sum(step > 0 for step in forwarder.new)
 
 
 class _Forwarder:
@@ -89,6 +91,7 @@ class _Forwarder:
         self.sinks, self._wanted, self._run = sinks, wanted, run
         self._done = {service: sink.done for service, sink in sinks.items()}
         self._failed: list[Problem] = []
+        self.new: set[int] = set()  # steps
 
     def put(self, line: Metrics, at_s: float) -> None:
         step = int(line["step"])
@@ -100,6 +103,7 @@ class _Forwarder:
                 self._done[service] = step
                 try:
                     sink.put(step, at_s, values)
+                    self.new.add(step)
                 except errors(service) as error:
                     self._fail(service, error)
 
@@ -149,10 +153,9 @@ def _main(argv: list[str]) -> int:
                 fix=" ".join([*typed("pipeline.forward"), example(options.run), "--tensorboard tb"]),
             )
         )
-    if options.until_eof:
-        forward(Path(options.run), wanted, wait=_until_eof())
-    else:
-        forward(Path(options.run), wanted, wait=_until_ended if options.follow else lambda state: False)
+    wait = _until_eof() if options.until_eof else _until_ended if options.follow else lambda state: False
+    steps = forward(Path(options.run), wanted, wait=wait)
+    print(f"{options.run}: {counted(steps, 'step')} forwarded to {' and '.join(wanted)}")
     return 0
 
 

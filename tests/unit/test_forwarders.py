@@ -202,14 +202,16 @@ def test_a_run_is_followed_to_its_end(recorded, tmp_path):
         "--follow",
     ]
     process = subprocess.Popen(
-        command, cwd=ROOT, env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
-    )
+        command, cwd=ROOT, env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
+        stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
     while not list((tmp_path / "tb").rglob("events*")):
         assert process.poll() is None
         time.sleep(0.05)
     said(recorded, *LINES, {"step": 3, "reward/mean": 1.0})
     (recorded / "events.jsonl").write_bytes(b"".join(events))
-    assert process.wait(30) == 0
+    assert process.communicate(timeout=30)[0] == f"{recorded}: 3 steps forwarded to tensorboard\n"
+    assert process.returncode == 0
     assert tensorboard(tmp_path / "tb" / "my run")["reward/mean"] == [*REWARDS, (3, 1.0)]
 
 
