@@ -15,6 +15,7 @@ import pytest
 from pipeline.cli.command import exit_code
 from pipeline.record.runs import list_runs, open_run
 from pipeline.web import pages
+from tests.conftest import REPOSITORY
 from tests.errors.harness import DEF, LINES, PROBLEM, TOP, command, graph_text, live_text
 from tests.unit.damage import answered, damaged
 
@@ -130,7 +131,10 @@ def test_what_this_user_may_not_read(ran: Path, tmp_path: Path) -> None:
 def _said(folder: Path, as_root: bool, lines: list[str]) -> tuple[list[list], list[dict]]:
     """Run commands in a process that may not read what its user may not read."""
     command = [*(SETPRIV if as_root else ()), sys.executable, "-c", SCRIPT, json.dumps(lines)]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
+    path = os.pathsep.join([REPOSITORY, *sys.path])
+    done = subprocess.run(
+        command, cwd=folder, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=120
+    )
     assert not done.returncode, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
