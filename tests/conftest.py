@@ -1,8 +1,8 @@
 """Shared fixtures, and which tests run concurrently.
 
 Three pytest processes share the tests, as many of them wait. All tests that start Ray form one unit and run one after
-the other: two clusters are too much for two cores. All other tests are distributed module by module. Ray is started once, on a loopback
-address, and only if a test needs it.
+the other: two clusters are too much for two cores. All other tests are distributed module by module. Ray is started
+once, on a loopback address, and only if a test needs it.
 """
 
 from __future__ import annotations
