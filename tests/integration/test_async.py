@@ -97,7 +97,7 @@ def test_what_is_dropped_is_counted_by_reason_and_length_and_replaced(tmp_path):
     assert max(tokens.values()) >= 40, "those with the long tail are the ones that are lost"
 
 
-@pytest.mark.parametrize("on_stale", ["wait", "drop"])
+@pytest.mark.parametrize("on_stale", ["wait", pytest.param("drop", marks=pytest.mark.search)])
 def test_rows_handles_and_memory_are_flat_over_a_thousand_asynchronous_steps(tmp_path, on_stale):
     rows, sizes, resident = [], [], []
     said: list[str] = []

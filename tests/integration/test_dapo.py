@@ -134,6 +134,7 @@ def test_ahead_of_the_weights_the_same_rules_hold(tmp_path):
     assert any(line["train/clip_fraction"] > 0 for line in lines(run_dir))
 
 
+@pytest.mark.search  # runs on Ray are those of one process: test_parity
 def test_on_ray_the_weights_are_the_same(whole, tmp_path, ray_session):
     from pipeline.executors.ray import RayExecutor
 

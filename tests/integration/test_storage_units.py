@@ -60,6 +60,7 @@ def in_process(folder: Path) -> list[bytes]:
     return [driver.run_dir.samples(step).read_bytes() for step in range(2)]
 
 
+@pytest.mark.search  # the other tests have two
 def test_a_run_is_the_same_with_two_and_three_storage_units(tmp_path: Path, ray_session: Any, session_store: Any):
     """Each unit gets rows, and holds none at the end. The session's TransferQueue has two; the run starts its own one
     with three."""
